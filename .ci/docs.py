@@ -16,15 +16,15 @@ from markupsafe import Markup, escape
 ROOT = Path(__file__).resolve().parents[1]
 NAME = "ppo_repro"
 LIBRARY = (NAME, f"{NAME}.testing")  # `__all__` says what of them is public
-ANALYSES = "ppo_repro.analysis"  # with every module below
+ANALYSES = ("ppo_repro.analysis", "ppo_repro.statistics")  # with every module below
 
 
-# an array of one dtype, as numpy writes it, and the modules of a type; those of analysis are links
+# an array of one dtype, as numpy writes it, and the modules of a type; types of analyses are links
 ARRAY = re.compile(r"numpy\.ndarray\[tuple\[(?:typing\.)?Any, \.\.\.\], numpy\.dtype\[numpy\.(\w+)\]\]")
-MODULES = re.compile(r"(?<![\w.])(?!ppo_repro\.analysis\b)(?:[a-z_]\w*\.)+(?=[A-Z])")
+MODULES = re.compile(r"(?<![\w.])(?!ppo_repro\.(?:analysis|statistics)\b)(?:[a-z_]\w*\.)+(?=[A-Z])")
 CALLABLE = re.compile(r"Callable\[(?!\.\.\.)([^\[\],]+), ")  # Python 3.11 loses the brackets of a single argument
 STANDARD = re.compile(r"\b(?:typing|collections\.abc)\.(?=[A-Z])")  # before types in the value of an alias
-LINKED = re.compile(r"(?<=>)ppo_repro\.analysis\.[\w.]*?(?=[A-Z]\w*</a>)")
+LINKED = re.compile(r"(?<=>)ppo_repro\.(?:analysis|statistics)\.[\w.]*?(?=[A-Z]\w*</a>)")
 LONGEST_DEFAULT = 60  # characters of a default value in a signature
 
 
@@ -78,7 +78,7 @@ def main() -> None:
     pdoc.render.configure(
         docformat="google", show_source=False, footer_text=f"ppo_repro {import_module(NAME).__version__}"
     )
-    pdoc.pdoc(*LIBRARY, ANALYSES, output_directory=Path(folder))
+    pdoc.pdoc(*LIBRARY, *ANALYSES, output_directory=Path(folder))
     fields_of = import_module(f"{NAME}.config.fields")
     fields = escape("\n".join(fields_of.text(fields_of.groups())))
     page = f'<!doctype html><meta charset="utf-8"><title>All fields</title><h1>All fields</h1><pre>{fields}</pre>\n'

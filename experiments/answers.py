@@ -155,7 +155,7 @@ def equality_table(results: pd.DataFrame, axis: str, same: str, other: str) -> p
 
 def settings_figure(axis: str, measure: str) -> Draw:
     """Return the function that draws a measure's values and mean for each setting of the column `axis`."""
-    return lambda results: figures.settings(results.assign(point=results[axis]), measure)
+    return lambda results: figures.by_setting(results.assign(point=results[axis]), measure)
 
 
 def settings_study(

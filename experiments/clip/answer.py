@@ -26,7 +26,7 @@ def measures(run_dir: Path) -> dict[str, float]:
 
 
 def figure(results: pd.DataFrame) -> Axes:
-    return figures.across(results.assign(point=results["setting"]), "removed", MEASURE)
+    return figures.by_clipped_share(results.assign(point=results["setting"]), "removed", MEASURE)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import pandas as pd
 from experiments.answers import Columns, outcome, settings_table, study
 from ppo_repro.analysis import figures
 from ppo_repro.analysis.recorded_tokenizer import recorded_tokenizer
-from ppo_repro.analysis.tokenization import run_drift
+from ppo_repro.analysis.tokenization import drift_by_iteration
 from ppo_repro.records import reader
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ MEASURE, USUAL = "KL", "characters, per response"
 def measures(run_dir: Path) -> dict[str, float]:
     """Return the outcome, KL per token, and the share of the last iteration's responses that encode to other ids."""
     found, last = outcome(run_dir), len(reader.read_iterations(run_dir)) - 1
-    drift = run_drift(run_dir, recorded_tokenizer(run_dir), iterations=[last])
+    drift = drift_by_iteration(run_dir, recorded_tokenizer(run_dir), iterations=[last])
     return found | {"KL_token": found["KL"] / found["length"], "drift": float(drift["frac_drifted"].iloc[0])}
 
 
@@ -44,7 +44,7 @@ def tables(results: pd.DataFrame) -> list[pd.DataFrame]:
 
 
 def figure(results: pd.DataFrame) -> Axes:
-    return figures.settings(results.assign(point=settings(results)["setting"]), MEASURE)
+    return figures.by_setting(results.assign(point=settings(results)["setting"]), MEASURE)
 
 
 if __name__ == "__main__":

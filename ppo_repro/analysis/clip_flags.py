@@ -13,7 +13,6 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from ppo_repro.analysis.clusters import Floats
 from ppo_repro.base.errors import UserError
 from ppo_repro.config.algorithm import (
     AdaptiveClipObjective,
@@ -24,6 +23,7 @@ from ppo_repro.config.algorithm import (
     SequenceClipObjective,
     ValueConfig,
 )
+from ppo_repro.statistics.clusters import Floats
 
 Bool = npt.NDArray[np.bool_]
 

@@ -1,4 +1,4 @@
-"""What did the clip do in a run, in each step and on which tokens? `ppo-repro analyse clipping RUN` prints it.
+"""What did the clip do in a run, in each step and on which tokens?
 
 One iteration is in memory at a time.
 """
@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import pandas as pd
 
 from ppo_repro.analysis.buckets import DOUBLING, ENTROPIES, PROBABILITIES, bucket_of
 from ppo_repro.analysis.clip_flags import (
     FLAGS,
     VALUE_FLAGS,
+    Bool,
     ClipRule,
     clipped_at_start,
     column,
@@ -27,13 +27,11 @@ from ppo_repro.analysis.clip_flags import (
     value_flags,
     value_reach,
 )
-from ppo_repro.analysis.clusters import Floats, effective_share
 from ppo_repro.analysis.pairs import own_iterations
 from ppo_repro.base.errors import UserError
-from ppo_repro.base.latest import run_named
-from ppo_repro.base.output import Parser, tell
 from ppo_repro.records import reader
 from ppo_repro.records.folder import load_recorded_config
+from ppo_repro.statistics.clusters import Floats, effective_share
 from ppo_repro.statistics.kl import k1, k3
 
 TOKEN = ["sequence", "position"]
@@ -43,7 +41,7 @@ TOKEN_COLUMNS = [
     *("values", "advantages", "returns"),
 ]
 
-SUBSETS = ("all", "adv_pos", "adv_neg")
+SUBSETS = {"all": 0, "adv_pos": 1, "adv_neg": -1}  # the sign of the advantages; 0 for any
 ESTIMATES = ("k1", "k3")  # of KL(anchor || new)
 
 
@@ -85,11 +83,11 @@ def load_iterations(
     None.
     """
     recorded = reader.open_manifest(run_dir)
-    overview = reader.read_iterations(
+    summaries = reader.read_iterations(
         run_dir, iterations=own_iterations(run_dir, recorded, iterations), recorded=recorded
     )
     config = load_recorded_config(run_dir)
-    for _, row in overview.iterrows():
+    for _, row in summaries.iterrows():
         index = int(row["iteration"])
         rule = counted_rule(config.ppo, float(row["clip_range"]), band)
         one = [index]
@@ -109,13 +107,6 @@ def policy_rows(item: IterationRows) -> pd.DataFrame:
     return item.rows[item.rows["clip_flag"].notna()]
 
 
-def steps_of(rows: pd.DataFrame) -> dict[tuple[int, int], npt.NDArray[np.intp]]:
-    """Return the indices of the rows of each step, by (epoch, minibatch)."""
-    epochs, minibatches = (rows[name].to_numpy(np.int64) for name in STEP)
-    present = np.unique(np.stack([epochs, minibatches]), axis=1).T.tolist()
-    return {(e, m): np.flatnonzero((epochs == e) & (minibatches == m)) for e, m in present}
-
-
 # the tables of one iteration
 
 
@@ -133,7 +124,7 @@ def effective_samples(log_weights: Floats) -> float:
 def kl_estimates(log_ratios: Floats) -> dict[str, float]:
     """Estimate KL(anchor || new) in nats by token means of k1 and k3; the anchor sampled the tokens, at least one."""
     with np.errstate(invalid="ignore"):  # infinities of both signs
-        return {"k1": float(k1(log_ratios).mean()), "k3": float(k3(log_ratios).mean())}
+        return {"k1": float(k1(-log_ratios).mean()), "k3": float(k3(-log_ratios).mean())}
 
 
 def surrogate_mass(rows: pd.DataFrame) -> Floats:
@@ -145,24 +136,31 @@ def surrogate_mass(rows: pd.DataFrame) -> Floats:
     return weights * np.abs(ratios_of(column(rows, "log_ratios")) * column(rows, "advantages"))
 
 
-def _numbers(rows: pd.DataFrame, flags: pd.DataFrame, mass: Floats, rule: ClipRule) -> dict[str, float]:
+def _is_in(subset: str, rows: pd.DataFrame) -> Bool:
+    sign = SUBSETS[subset]
+    return (sign * column(rows, "advantages") > 0) | (sign == 0)
+
+
+def _numbers(rows: pd.DataFrame, rule: ClipRule) -> dict[str, float]:
     """Return the columns of one row of `clip_step` over these tokens; only n_tokens if there are no tokens."""
     if not len(rows):
         return {"n_tokens": 0}
-    ratios, log_ratios = column(flags, "ratio"), column(rows, "log_ratios")
+    ratios, log_ratios, mass = (column(rows, name) for name in ("ratio", "log_ratios", "mass"))
     shown = ratios if np.isfinite(ratios).all() else np.array([math.nan])
     beyond = (ratios > 1.0 + 2.0 * rule.high) | (ratios < 1.0 - 2.0 * rule.low)
     total = float(mass.sum())
     return {
         "n_tokens": len(rows),
         "n_nonfinite": int(np.count_nonzero(~np.isfinite(log_ratios))),
-        **{name: float(flags[name].mean()) for name in FLAGS},
-        **{"ratio_mean": shown.mean(), "ratio_min": shown.min(), "ratio_max": shown.max()},
+        **{name: float(rows[name].mean()) for name in FLAGS},
+        "ratio_mean": shown.mean(),
+        "ratio_min": shown.min(),
+        "ratio_max": shown.max(),
         "beyond_twice": float(beyond.mean()),
         **kl_estimates(log_ratios),
         "ess_frac": effective_samples(log_ratios),
-        "removed_mass": float(mass[flags["removed"]].sum()) / total if total and np.isfinite(total) else math.nan,
-        "clip_floor": float(clipped_at_start(rows, rule).mean()),
+        "removed_mass": float(mass[rows["removed"]].sum()) / total if total and np.isfinite(total) else math.nan,
+        "clip_floor": float(rows["clip_floor"].mean()),
     }
 
 
@@ -178,23 +176,20 @@ def clip_step(item: IterationRows) -> pd.DataFrame:
         k1, k3: `kl_estimates`
         value_outside, value_removed: `value_flags`
     """
-    policy = policy_rows(item)
-    flags, mass = token_flags(policy, item.rule), surrogate_mass(policy)
-    moved = item.rows[item.rows["new_values"].notna()]
-    values = value_flags(moved, item.value_reach)
-    policy_steps, value_steps = steps_of(policy), steps_of(moved)
+    policy, moved = policy_rows(item), item.rows[item.rows["new_values"].notna()]
+    floor = clipped_at_start(policy, item.rule)
+    policy = policy.join(token_flags(policy, item.rule)).assign(mass=surrogate_mass(policy), clip_floor=floor)
+    moved = moved.join(value_flags(moved, item.value_reach))
+    policy_steps, value_steps = (rows.groupby(STEP).indices for rows in (policy, moved))
     table = []
-    for inner, step in enumerate(zip(item.steps["epoch"], item.steps["minibatch"], strict=True)):
-        of_policy, of_value = (steps.get(step, np.zeros(0, np.intp)) for steps in (policy_steps, value_steps))
-        advantages = column(policy.iloc[of_policy], "advantages")
-        advantages_of_value = column(moved.iloc[of_value], "advantages")
-        for subset, sign in zip(SUBSETS, (0, 1, -1), strict=True):
-            chosen = of_policy[(sign * advantages > 0) | (sign == 0)]
-            stepped = of_value[(sign * advantages_of_value > 0) | (sign == 0)]
-            key = {"iteration": item.iteration, "epoch": step[0], "minibatch": step[1], "step": inner, "subset": subset}
-            numbers = _numbers(policy.iloc[chosen], flags.iloc[chosen], mass[chosen], item.rule)
-            rates = {name: values[name].iloc[stepped].mean() for name in VALUE_FLAGS}
-            table.append({**key, **numbers, "n_value_tokens": len(stepped), **rates})
+    for number, step in enumerate(zip(item.steps["epoch"], item.steps["minibatch"], strict=True)):
+        key = {"iteration": item.iteration, "epoch": step[0], "minibatch": step[1], "step": number}
+        of_policy, of_value = policy.iloc[policy_steps.get(step, [])], moved.iloc[value_steps.get(step, [])]
+        for subset in SUBSETS:
+            numbers = _numbers(of_policy[_is_in(subset, of_policy)], item.rule)
+            values = of_value[_is_in(subset, of_value)]
+            rates = {name: values[name].mean() for name in VALUE_FLAGS}
+            table.append({**key, "subset": subset, **numbers, "n_value_tokens": len(values), **rates})
     return pd.DataFrame(table)
 
 
@@ -205,8 +200,7 @@ def clip_bucket(item: IterationRows) -> pd.DataFrame:
     hi), n_tokens, FLAGS. Bins without tokens have no row; a value of NaN has no bin.
     """
     rows = policy_rows(item)
-    flags, advantages = token_flags(rows, item.rule)[list(FLAGS)], column(rows, "advantages")
-    subsets = dict(zip(SUBSETS, (np.ones(len(rows), dtype=bool), advantages > 0, advantages < 0), strict=True))
+    flags = token_flags(rows, item.rule)[list(FLAGS)]
     kinds = {
         "prob": (np.exp(column(rows, "anchor_logprobs")), PROBABILITIES),
         "entropy": (column(rows, "entropies"), ENTROPIES),
@@ -215,8 +209,8 @@ def clip_bucket(item: IterationRows) -> pd.DataFrame:
     tables = []
     for kind, (values, edges) in kinds.items():
         codes, lows = bucket_of(values, edges), np.array(edges)
-        for subset, is_in in subsets.items():
-            where = is_in & (codes >= 0)
+        for subset in SUBSETS:
+            where = _is_in(subset, rows) & (codes >= 0)
             groups = flags[where].groupby(codes[where])
             table = groups.mean()
             bins = table.index.to_numpy(np.int64)
@@ -226,15 +220,15 @@ def clip_bucket(item: IterationRows) -> pd.DataFrame:
     return pd.concat(tables, ignore_index=True)[names]
 
 
-# the tables of a run, and the command
+# the tables and numbers of a run
 
 
 @dataclass(frozen=True)
 class ClipTables:
     """Tables of `clip_step` and `clip_bucket` over all iterations."""
 
-    clip_step: pd.DataFrame
-    clip_bucket: pd.DataFrame
+    by_step: pd.DataFrame
+    by_bucket: pd.DataFrame
 
 
 def clip_tables(
@@ -251,13 +245,18 @@ def clip_tables(
     return ClipTables(pd.concat(steps, ignore_index=True), pd.concat(buckets, ignore_index=True))
 
 
+def _steps_taken(by_step: pd.DataFrame) -> pd.DataFrame:
+    """Return the rows `all` of the steps that the policy took."""
+    return by_step[(by_step["subset"] == "all") & (by_step["n_tokens"] > 0)]
+
+
 def require_target_kl(target_kl: float) -> None:
     """Raise UserError for a target of an early stop that is not positive."""
     if not 0.0 < target_kl < np.inf:
         raise UserError(f"target_kl = {target_kl:g}: must be a positive number (nats per token)")
 
 
-def early_stop(clip_step: pd.DataFrame, target_kl: float) -> pd.DataFrame:
+def early_stop(by_step: pd.DataFrame, target_kl: float) -> pd.DataFrame:
     """Return the steps of each iteration up to an early stop, at the first step whose estimate exceeds `target_kl`.
 
     The frame has one row per iteration and estimate, from the rows `all` of `clip_step`. The estimates are k1 and k3 of
@@ -266,9 +265,8 @@ def early_stop(clip_step: pd.DataFrame, target_kl: float) -> pd.DataFrame:
     that is not positive.
     """
     require_target_kl(target_kl)
-    steps = clip_step[(clip_step["subset"] == "all") & (clip_step["n_tokens"] > 0)]
     table = []
-    for iteration, group in steps.sort_values("step").groupby("iteration", sort=True):
+    for iteration, group in _steps_taken(by_step).sort_values("step").groupby("iteration", sort=True):
         for estimate in ESTIMATES:
             above = np.flatnonzero(group[estimate].to_numpy() > target_kl)
             taken = int(above[0]) + 1 if len(above) else len(group)
@@ -277,46 +275,24 @@ def early_stop(clip_step: pd.DataFrame, target_kl: float) -> pd.DataFrame:
     return pd.DataFrame(table)
 
 
-def overview(tables: ClipTables, early_stop_kl: float | None = None) -> list[str]:
-    """Return the printed lines: shares of clipped tokens, ratios, KL, and, if `early_stop_kl` is set, early stops.
+def over_all_steps(by_step: pd.DataFrame) -> dict[str, float]:
+    """Return the numbers of a whole run, from the rows `all` of `clip_step`.
 
-    A run at the record level `lean` has no line about the surrogate mass.
+    n_tokens, n_steps, n_iterations: counts of token visits, steps and iterations
+    FLAGS, beyond_twice, clip_floor, k1, k3: means over the token visits
+    removed_min, removed_max, ratio_min, ratio_max: extremes over the steps
+    removed_mass: mean over the steps; NaN at the record level `lean`
     """
-    steps = tables.clip_step[(tables.clip_step["subset"] == "all") & (tables.clip_step["n_tokens"] > 0)]
-
-    def mean(name: str) -> float:
-        return float(np.average(steps[name], weights=steps["n_tokens"]))
-
-    mass = float(steps["removed_mass"].mean())
-    lines = [
-        f"token visits {steps['n_tokens'].sum():,} in {len(steps)} steps of {steps['iteration'].nunique()} iterations",
-        f"outside the band {mean('outside'):.3%} = clip_high {mean('clip_high'):.3%} + clip_low {mean('clip_low'):.3%}"
-        f" + wrong_high {mean('wrong_high'):.3%} + wrong_low {mean('wrong_low'):.3%}"
-        f" + no advantage {mean('outside_without_advantage'):.3%}",
-        f"gradient removed {mean('removed'):.3%} of tokens; of a step {steps['removed'].min():.1%} to "
-        f"{steps['removed'].max():.1%}; without any step taken (clip_floor) {mean('clip_floor'):.3%}",
-        *([f"gradient removed: {mass:.1%} of the surrogate mass (mean of steps)"] if not math.isnan(mass) else []),
-        f"largest ratio {steps['ratio_max'].max():.3g}, smallest {steps['ratio_min'].min():.3g}; "
-        f"beyond twice the range {mean('beyond_twice'):.3%}",
-        f"KL(anchor || new) of a step, token mean: k1 {mean('k1'):.2e}, k3 {mean('k3'):.2e} nats",
-    ]
-    if early_stop_kl is not None:
-        for estimate, group in early_stop(tables.clip_step, early_stop_kl).groupby("estimate", sort=False):
-            lines.append(
-                f"early stop at {early_stop_kl:g} by {estimate}: {group['stopped'].sum()} of {len(group)} iterations, "
-                f"after {group['steps_taken'].mean():.1f} of {group['steps'].mean():.1f} steps"
-            )
-    return lines
-
-
-def main(argv: Sequence[str]) -> None:
-    """Print the overview of a run's clipping."""
-    parser = Parser(prog="ppo-repro analyse clipping", description="What did the clip do in a run?")
-    parser.add_argument("run", type=run_named, help="folder of a run")
-    parser.add_argument("--clip-range", type=float, nargs=2, metavar=("LOW", "HIGH"), help="in place of the run's own")
-    parser.add_argument("--early-stop-kl", type=float, help="where this target would have stopped, nats per token")
-    arguments = parser.parse_args(argv)
-    if arguments.early_stop_kl is not None:
-        require_target_kl(arguments.early_stop_kl)  # before the whole run is read
-    band = None if arguments.clip_range is None else (arguments.clip_range[0], arguments.clip_range[1])
-    tell("\n".join(overview(clip_tables(arguments.run, band=band), arguments.early_stop_kl)))
+    steps = _steps_taken(by_step)
+    averaged = (*FLAGS, "beyond_twice", "clip_floor", *ESTIMATES)
+    return {
+        "n_tokens": int(steps["n_tokens"].sum()),
+        "n_steps": len(steps),
+        "n_iterations": steps["iteration"].nunique(),
+        **{name: float(np.average(steps[name], weights=steps["n_tokens"])) for name in averaged},
+        "removed_min": float(steps["removed"].min()),
+        "removed_max": float(steps["removed"].max()),
+        "ratio_min": float(steps["ratio_min"].min()),
+        "ratio_max": float(steps["ratio_max"].max()),
+        "removed_mass": float(steps["removed_mass"].mean()),
+    }

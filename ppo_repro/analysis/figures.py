@@ -6,8 +6,7 @@
     figures.agreement([RUN_1, RUN_2], right)
     right.figure.savefig("learning.pdf")
 
-`ppo-repro analyse figure KIND FILE.svg RUN_OR_GRID...` writes one figure that no page of `ppo-repro report` draws. The
-kinds for runs are `agreement` and `mismatch`. The kinds for a grid are `settings`, `differences` and `across`.
+`learning`, `agreement` and `mismatch` draw runs; `by_setting`, `differences` and `by_clipped_share` draw a grid.
 
 README.md shows the figure above: `learning` of runs of `experiments/quickstart.yaml` with `seed` 0 to 4, and
 `agreement` of these runs and of the same runs with `numerics.mode=native`.
@@ -26,14 +25,11 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from ppo_repro.analysis.grid_outcomes import MEASURES, outcomes
+from ppo_repro.analysis.grid_outcomes import MEASURES
 from ppo_repro.analysis.grid_table import comparisons, rank_correlation
 from ppo_repro.analysis.pairs import deltas, own_iterations
 from ppo_repro.analysis.significance import one_sample, t_interval
 from ppo_repro.base.errors import UserError
-from ppo_repro.base.files import atomic_write, require_ours
-from ppo_repro.base.latest import run_named
-from ppo_repro.base.output import Parser
 from ppo_repro.config.run import RunConfig
 from ppo_repro.records import reader
 from ppo_repro.records.folder import load_recorded_config
@@ -93,7 +89,7 @@ def band(rows: pd.DataFrame, measure: str, axes: Axes, label: str) -> None:
 
 def learning(runs: Sequence[Path], axes: Axes | None = None) -> Axes:
     """Draw greedy accuracy on held-out prompts by iteration: mean and range over the runs of each numerics mode."""
-    (axes,) = [axes] if axes is not None else new_axes()
+    axes = axes or new_axes()[0]
     for mode, rows in curves_of(runs).groupby("mode"):
         band(rows, "eval_accuracy", axes, f"{mode}, {rows['run'].nunique()} runs")
     axes.set(title="Learning: mean and range", xlabel="iteration", ylabel="greedy accuracy, held out")
@@ -104,7 +100,7 @@ def learning(runs: Sequence[Path], axes: Axes | None = None) -> Axes:
 
 def agreement(runs: Sequence[Path], axes: Axes | None = None) -> Axes:
     """Draw the share of tokens whose log-probs differ between sampler and trainer, by iteration."""
-    (axes,) = [axes] if axes is not None else new_axes()
+    axes = axes or new_axes()[0]
     for mode, rows in curves_of(runs).groupby("mode"):
         unequal = rows["unequal_old_rollout_logprobs"]
         label = f"{mode}: {int(unequal.sum()):,} of {int(rows['tokens'].sum()):,}"
@@ -118,7 +114,7 @@ def agreement(runs: Sequence[Path], axes: Axes | None = None) -> Axes:
 
 def mismatch(runs: Sequence[Path], axes: Axes | None = None) -> Axes:
     """Draw per run the share of tokens whose log-probs differ by more than x nats between sampler and trainer."""
-    (axes,) = [axes] if axes is not None else new_axes(7.0, 3.3 + 0.2 * len(runs))
+    axes = axes or new_axes(7.0, 3.3 + 0.2 * len(runs))[0]
     for folder in runs:
         recorded, columns = reader.open_manifest(folder), ["rollout_logprobs", "old_logprobs"]
         computed = own_iterations(folder, recorded, None)
@@ -149,13 +145,13 @@ def sampler_of(config: RunConfig) -> str:
     return f"torch, {stock}" if stock else f"built in, {config.numerics.mode}"
 
 
-def settings(cells: pd.DataFrame, measure: str, axes: Axes | None = None) -> Axes:
+def by_setting(cells: pd.DataFrame, measure: str, axes: Axes | None = None) -> Axes:
     """Draw a row for each setting of `outcomes`: a dot per seed, and the mean with its 95 % Student interval.
 
     The label of a row counts values that are not finite.
     """
     groups = list(cells.groupby("point", sort=False))
-    (axes,) = [axes] if axes is not None else new_axes(8.0, 0.8 + 0.3 * len(groups))
+    axes = axes or new_axes(8.0, 0.8 + 0.3 * len(groups))[0]
     names = []
     for row, (point, group) in enumerate(groups):
         values = group[measure].to_numpy(np.float64)
@@ -182,7 +178,7 @@ def differences(cells: pd.DataFrame, measure: str, axes: Axes | None = None) -> 
     compared = comparisons(cells, measure, against)
     if compared.empty:
         raise UserError("the complete cells have one setting, so nothing differs; draw `settings`")
-    (axes,) = [axes] if axes is not None else new_axes(8.0, 1.0 + 0.3 * len(compared))
+    axes = axes or new_axes(8.0, 1.0 + 0.3 * len(compared))[0]
     reach = np.abs(compared[["ci_lo", "ci_hi"]].to_numpy().T - compared["difference"].to_numpy())
     rows = range(len(compared))
     axes.errorbar(compared["difference"], rows, xerr=reach, fmt="o", capsize=3)
@@ -194,7 +190,7 @@ def differences(cells: pd.DataFrame, measure: str, axes: Axes | None = None) -> 
     return axes
 
 
-def across(cells: pd.DataFrame, share: str, measure: str, axes: Axes | None = None) -> Axes:
+def by_clipped_share(cells: pd.DataFrame, share: str, measure: str, axes: Axes | None = None) -> Axes:
     """Draw a measure of each run over the run's clipped share, and shade the range that rules of thumb recommend.
 
     Args:
@@ -205,7 +201,7 @@ def across(cells: pd.DataFrame, share: str, measure: str, axes: Axes | None = No
     Returns:
         The axes.
     """
-    (axes,) = [axes] if axes is not None else new_axes(8.0, 4.2)
+    axes = axes or new_axes(8.0, 4.2)[0]
     axes.axvspan(*GOOD, color=SHADE, alpha=0.12)
     axes.plot(cells[share], cells[measure], "o", color=RUN, alpha=0.55, markersize=5)
     for point, mean in cells.groupby("point", sort=False)[[share, measure]].mean().iterrows():
@@ -229,30 +225,3 @@ def svg(axes: Axes) -> str:
     )
     inside = buffer.getvalue().partition("<svg ")[2].partition(">")[2]
     return f'<svg {names[0]} viewBox="0 0 {width:g} {height:g}" {names[1]} width="{width:g}">{inside}'
-
-
-def main(argv: Sequence[str]) -> None:
-    """Write one figure."""
-    parser = Parser(prog="ppo-repro analyse figure", description="a figure of runs or of a grid")
-    kinds = ("agreement", "mismatch", "settings", "differences", "across")
-    parser.add_argument("kind", choices=kinds, help="what is drawn")
-    parser.add_argument(
-        "out", metavar="FILE.svg", type=Path, help="the SVG file to write; replaces only a file that ppo-repro wrote"
-    )
-    parser.add_argument("folders", metavar="RUN_OR_GRID", type=run_named, nargs="+", help="runs, or one grid")
-    parser.add_argument("--measure", choices=MEASURES, default="accuracy", help="of a grid")
-    parser.add_argument("--share", choices=("removed", "outside"), default="removed", help="for `across`")
-    arguments = parser.parse_args(argv)
-    kind, folders, measure = arguments.kind, arguments.folders, arguments.measure
-    require_ours(arguments.out)
-    if kind in ("agreement", "mismatch"):
-        axes = agreement(folders) if kind == "agreement" else mismatch(folders)
-    else:
-        if len(folders) > 1:
-            raise UserError(f"{kind}: {len(folders)} folders; give one grid")
-        cells = outcomes(folders[0])
-        if kind == "settings":
-            axes = settings(cells, measure)
-        else:
-            axes = differences(cells, measure) if kind == "differences" else across(cells, arguments.share, measure)
-    atomic_write(arguments.out, svg(axes).encode())

@@ -96,17 +96,19 @@ def mismatch(run_dir: Path) -> Mismatch:
     """Return the mismatch of a run, over the response tokens of the iterations that the run itself computed.
 
     One iteration is in memory at a time. clip_floor is 0 with the anchor `old`, whose first ratio is 1, and NaN if the
-    objective has no fixed clip range.
+    objective has no fixed clip range. Unlike the k3 of METRICS, k3 is infinite or NaN if a log-prob is.
     """
     ppo = load_recorded_config(run_dir).ppo
     rule = clip_rule(ppo, ppo.objective.clip_range) if isinstance(ppo.objective, ClipObjective) else None
-    recorded, count, divergence, removed = reader.open_manifest(run_dir), 0, 0.0, 0.0
+    recorded = reader.open_manifest(run_dir)
+    count, k3_sum, removed = 0, 0.0, 0.0
     for iteration in own_iterations(run_dir, recorded, None):
         tokens = reader.read_tokens(run_dir, iterations=[iteration], columns=TOKENS, recorded=recorded)
-        count, divergence = count + len(tokens), divergence + float(k3(deltas(tokens)).sum())
+        count += len(tokens)
+        k3_sum += float(k3(-deltas(tokens)).sum())
         if rule is not None:
             removed += float(clipped_at_start(tokens, rule).sum())
-    return Mismatch(divergence / count, math.nan if rule is None else removed / count)
+    return Mismatch(k3_sum / count, math.nan if rule is None else removed / count)
 
 
 def end_measures(rows: pd.DataFrame) -> dict[str, float]:

@@ -1,30 +1,23 @@
-"""What did a grid find? `ppo-repro analyse table GRID` prints three things, as Markdown.
+"""Compare the settings of a grid over their seeds, from the frame of `grid_outcomes.outcomes`.
 
 A setting is one combination of the axes' labels; a cell is a setting with a seed, which is one run.
-
-1. A row per setting: mean and 95 % Student interval over seeds of one measure (`--measure`, by default the accuracy),
-   means of the other measures of `grid_outcomes.MEASURES`, and the number of fingerprints.
-2. The differences of the measure from one setting (`--against`, by default the first), paired by seed, with Holm's
-   correction.
-3. The rank correlation of each clipped share and the measure, unless a setting lacks one of them or all are equal.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
 from scipy.stats import spearmanr
 
-from ppo_repro.analysis.grid_outcomes import MEASURES, outcomes
-from ppo_repro.analysis.significance import Estimate, holm, one_sample, t_interval, t_test, with_interval
+from ppo_repro.analysis.grid_outcomes import MEASURES
+from ppo_repro.analysis.significance import Estimate, holm, one_sample, t_interval, t_test
 from ppo_repro.base.errors import UserError
-from ppo_repro.base.output import Parser, tell
 from ppo_repro.records.grid import axes_of
+from ppo_repro.statistics.clusters import Floats
 
 DRAWS = 2000
 SPREAD = "mean ± half of the 95 % Student interval"
@@ -44,7 +37,7 @@ def with_half_width(values: pd.Series, form: str = "{:.3f}") -> str:
     return text if len(finite) == len(values) else f"{text} ({len(values) - len(finite)} not finite)"
 
 
-def rows(cells: pd.DataFrame, measure: str) -> pd.DataFrame:
+def measures_table(cells: pd.DataFrame, measure: str) -> pd.DataFrame:
     """Return one row per setting: its numbers of seeds and fingerprints, and its measures as text."""
     axes = ", ".join(name.rpartition(".")[2] for name in axes_of(cells))
     table = []
@@ -91,80 +84,49 @@ def comparisons(cells: pd.DataFrame, measure: str, against: str) -> pd.DataFrame
     return table
 
 
-class Correlation(NamedTuple):
-    """Spearman's rank correlation, and its 95 % bootstrap interval [low, high]."""
+class RankCorrelation(NamedTuple):
+    """Spearman's correlation over settings, with its 95 % bootstrap interval [low, high], and over single runs."""
 
     value: float
     low: float
     high: float
+    over_runs: float
 
 
-def rank_correlation(cells: pd.DataFrame, share: str, measure: str) -> Correlation:
-    """Return Spearman's correlation of two columns of `outcomes`, averaged over seeds, and its 95 % bootstrap interval.
+def rank_correlation(cells: pd.DataFrame, share: str, measure: str) -> RankCorrelation:
+    """Return the rank correlation of two columns of `outcomes`: of the settings' means over seeds, and of the runs.
 
     The bootstrap draws all settings of a seed together, because they start from the same policy. NaN if all shares or
     all measures are equal. Raises UserError if the settings have different seeds.
     """
     _require_same_seeds(cells)
-    rng = np.random.default_rng(0)
-    by_seed = [cells[cells["seed"] == seed].set_index("point")[[share, measure]] for seed in cells["seed"].unique()]
+    rng, seeds = np.random.default_rng(0), cells["seed"].unique()
+    by_seed = [cells[cells["seed"] == seed].set_index("point")[[share, measure]].to_numpy(np.float64) for seed in seeds]
 
-    def correlation(seeds: Sequence[pd.DataFrame]) -> float:
-        means = np.sum([values.to_numpy(np.float64) for values in seeds], axis=0) / len(seeds)
-        if np.ptp(means[:, 0]) == 0 or np.ptp(means[:, 1]) == 0:
-            return math.nan
-        return float(spearmanr(means[:, 0], means[:, 1]).statistic)
+    def of_means(chosen: Sequence[Floats]) -> float:
+        return _spearman(np.sum(chosen, axis=0) / len(chosen))
 
-    draws = [correlation([by_seed[i] for i in rng.integers(0, len(by_seed), len(by_seed))]) for _ in range(DRAWS)]
+    draws = [of_means([by_seed[i] for i in rng.integers(0, len(by_seed), len(by_seed))]) for _ in range(DRAWS)]
     low, high = np.nanquantile(draws, [0.025, 0.975]) if not np.isnan(draws).all() else (math.nan, math.nan)
-    return Correlation(correlation(by_seed), float(low), float(high))
+    over_runs = _spearman(cells[[share, measure]].to_numpy(np.float64))
+    return RankCorrelation(of_means(by_seed), float(low), float(high), over_runs)
+
+
+def _spearman(pairs: Floats) -> float:
+    """Return Spearman's correlation of two columns, NaN if one has equal values only."""
+    x, y = pairs.T
+    return math.nan if np.ptp(x) == 0 or np.ptp(y) == 0 else float(spearmanr(x, y).statistic)
+
+
+def rank_correlations(cells: pd.DataFrame, measure: str) -> dict[str, RankCorrelation]:
+    """Return `rank_correlation` of each clipped share that has one with the measure; {} for fewer than 3 settings."""
+    if cells["point"].nunique() < 3 or not cells["outside"].any():
+        return {}
+    ranks = {share: rank_correlation(cells, share, measure) for share in ("removed", "outside")}
+    return {share: rank for share, rank in ranks.items() if not math.isnan(rank.value)}
 
 
 def markdown(table: pd.DataFrame) -> str:
     """Return the table as Markdown."""
     lines = ["| " + " | ".join(table.columns) + " |", "|" + "---|" * len(table.columns)]
     return "\n".join([*lines, *("| " + " | ".join(map(str, row)) + " |" for row in table.itertuples(index=False))])
-
-
-def report(cells: pd.DataFrame, measure: str, against: str) -> str:
-    """Return the printed tables as Markdown."""
-    compared, signed = comparisons(cells, measure, against), MEASURES[measure].form.replace(":", ":+")
-    paragraphs = [markdown(rows(cells, measure))]
-    if len(compared):
-        differences = pd.DataFrame(
-            {
-                "setting": compared["point"],
-                f"{measure} minus {measure} of {against}, 95 % interval": [
-                    with_interval(signed, *numbers) for numbers in compared[["difference", "ci_lo", "ci_hi"]].to_numpy()
-                ],
-                "p, paired t-test": _texts_of_p(compared["p_value"]),
-                "p, Holm": _texts_of_p(compared["p_holm"]),
-            }
-        )
-        paragraphs.append(markdown(differences))
-    if len(compared) > 1 and cells["outside"].any():
-        for share in ("removed", "outside"):
-            rank = rank_correlation(cells, share, measure)
-            if math.isnan(rank.value):
-                continue
-            runs = spearmanr(cells[share], cells[measure]).statistic
-            paragraphs.append(
-                f"rank correlation of share {share} and {measure}: {rank.value:.2f} over {len(compared) + 1} settings "
-                f"(bootstrap of seeds, 95 % [{rank.low:.2f}, {rank.high:.2f}]), {runs:.2f} over {len(cells)} runs"
-            )
-    return "\n\n".join(paragraphs)
-
-
-def _texts_of_p(values: pd.Series) -> list[str]:
-    return ["" if math.isnan(p) else f"{p:.4f}" for p in values]
-
-
-def main(argv: Sequence[str]) -> None:
-    """Print the report."""
-    parser = Parser(prog="ppo-repro analyse table", description="table of a grid over seeds")
-    parser.add_argument("grid", type=Path, help="folder of a grid")
-    parser.add_argument("--measure", choices=MEASURES, default="accuracy", help="what is compared")
-    parser.add_argument("--against", help="the setting that every setting is compared with: its labels joined by ', '")
-    arguments = parser.parse_args(argv)
-    cells = outcomes(arguments.grid)
-    tell(report(cells, arguments.measure, arguments.against or str(cells["point"].iloc[0])))

@@ -7,14 +7,16 @@ rare tokens, and differences of probabilities for p between 0.1 and 0.9; both ar
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 import pandas as pd
 
-from ppo_repro.analysis import clusters
 from ppo_repro.analysis.buckets import DOUBLING, ENTROPIES, PROBABILITIES, bucket_of
-from ppo_repro.analysis.mismatch_metrics import quantities
 from ppo_repro.analysis.pairs import LAG, ROUTE, ROUTES, TURN
+from ppo_repro.statistics import clusters
+from ppo_repro.statistics.clusters import Floats
+from ppo_repro.statistics.mismatch import MismatchSums, merged_sums, metric_values, mismatch_sums
 
 # edges of the buckets of each kind, in its unit
 BUCKET_EDGES = {
@@ -26,66 +28,53 @@ BUCKET_EDGES = {
     TURN: DOUBLING,
     ROUTE: tuple(float(index) for index in range(len(ROUTES) + 1)),
 }
-_MEANS = ["abs_mean", "prob_abs_mean", "k1", "k3", "frac_bitwise_equal"]
-_SUMS = ["n_tokens", *_MEANS]
-BUCKET_COLUMNS = ["kind", "lo", "hi", "n_tokens", "abs_p99", "abs_max", *_MEANS]
-_KEYS = ["kind", "bucket", "bin"]
+# of METRICS, by the token; the columns of `bucket_table` after n_tokens
+_METRICS = {
+    "abs_p99": "token",
+    "abs_max": "token",
+    "abs_mean": "token_mean",
+    "prob_abs_mean": "token_mean",
+    "k1": "token_mean",
+    "k3": "token_mean",
+    "frac_bitwise_equal": "token_mean",
+}
+Buckets = dict[tuple[str, int], MismatchSums]  # by kind and index of the bucket; no empty bucket
 
 
-def bucket_sums(tokens: pd.DataFrame) -> pd.DataFrame:
-    """Sum `with_mismatch` rows of whole responses by kind, bucket and bin of |delta|, over finite tokens.
+def bucket_sums(tokens: pd.DataFrame) -> Buckets:
+    """Sum the finite tokens of each bucket, from `with_mismatch` rows of whole responses."""
 
-    `bucket_table` merges the frames of several iterations.
-    """
+    def numbers(column: str) -> Floats:
+        return tokens[column].to_numpy().astype(np.float64)
+
     lengths = np.diff(np.append(clusters.sequence_starts(tokens), len(tokens)))
-    columns = {
-        "prob": np.exp(tokens["logprobs_a"].to_numpy().astype(np.float64)),
-        "response_length": np.repeat(lengths, lengths).astype(np.float64),
-        **{
-            name: tokens[name].to_numpy().astype(np.float64)
-            for name in ("position", LAG, TURN, ROUTE)
-            if name in tokens
-        },
-    }
+    of_kind = {name: numbers(name) for name in ("position", LAG, TURN, ROUTE) if name in tokens}
+    of_kind["prob"] = np.exp(numbers("logprobs_a"))
+    of_kind["response_length"] = np.repeat(lengths, lengths).astype(np.float64)
     if "entropies" in tokens:
-        columns["entropy"] = tokens["entropies"].to_numpy().astype(np.float64)
-    size, by_token = tokens["abs_delta"].to_numpy(), quantities(tokens)
-    summed = pd.DataFrame(
-        {"bin": clusters.log_bins(size), "abs_max": size, "n_tokens": 1, **{name: by_token[name] for name in _MEANS}}
-    )
-    frames = []
-    for kind, values in columns.items():
-        placed = summed.assign(kind=kind, bucket=bucket_of(values, BUCKET_EDGES[kind]))
-        frames.append(_added([placed[tokens["finite"].to_numpy() & (placed["bucket"] >= 0)]]))
-    return pd.concat(frames, ignore_index=True)
+        of_kind["entropy"] = numbers("entropies")
+    # a bucket has tokens of many responses; its metrics are of tokens, so one sum is enough
+    finite, together = tokens["finite"].to_numpy(), tokens.assign(iteration=0, sequence=0)
+    sums: Buckets = {}
+    for kind, values in of_kind.items():
+        bucket = np.where(finite, bucket_of(values, BUCKET_EDGES[kind]), -1)
+        sums |= {(kind, k): mismatch_sums(together[bucket == k]) for k in np.unique(bucket).tolist() if k >= 0}
+    return sums
 
 
-def _added(parts: Sequence[pd.DataFrame]) -> pd.DataFrame:
-    groups = pd.concat(parts, ignore_index=True).groupby(_KEYS, sort=True)
-    return groups[_SUMS].sum().assign(abs_max=groups["abs_max"].max()).reset_index()
+def bucket_table(parts: Sequence[Buckets]) -> pd.DataFrame:
+    """Return one row per kind and bucket that has tokens, from `bucket_sums` of several iterations.
 
-
-def bucket_table(parts: Sequence[pd.DataFrame]) -> pd.DataFrame:
-    """Return one row per kind and bucket that has tokens, from frames of `bucket_sums`.
-
-    The table has no rows of a kind if the source lacks its column. The columns are
-
-        kind, lo, hi: the bucket [lo, hi) in the unit of the kind
-        n_tokens: number of finite tokens
-        abs_p99, abs_max, abs_mean: |delta| in nats; the percentile has a relative error of 2**-8
-        prob_abs_mean: mean |difference of probabilities|
-        k1, k3: KL(a || b), nats, token mean
-        frac_bitwise_equal: share of tokens with equal bits
+    The table has no rows of a kind if the source lacks its column. The columns are kind, the bucket [lo, hi) in the
+    unit of the kind, n_tokens (the number of finite tokens), and metrics of `statistics.mismatch` over these tokens:
+    abs_p99, abs_max, abs_mean, prob_abs_mean, k1, k3 and frac_bitwise_equal.
     """
-    sums = _added(parts)
     rows = []
     for kind, edges in BUCKET_EDGES.items():
-        for place, group in sums[sums["kind"] == kind].groupby("bucket"):
-            bucket = int(str(place))
-            count, largest = int(group["n_tokens"].sum()), float(group["abs_max"].max())
-            means = {name: float(group[name].sum()) / count for name in _MEANS}
-            # the middle of the last bin may lie above the largest value
-            p99 = min(clusters.quantile(group.set_index("bin")["n_tokens"], 0.99), largest)
-            numbers = {"lo": edges[bucket], "hi": edges[bucket + 1], "abs_p99": p99, "abs_max": largest, **means}
-            rows.append({"kind": kind, "n_tokens": count, **numbers})
-    return pd.DataFrame(rows, columns=BUCKET_COLUMNS)
+        for k, (lo, hi) in enumerate(pairwise(edges)):
+            if sums := [part[kind, k] for part in parts if (kind, k) in part]:
+                values = metric_values(merged_sums(sums))
+                metrics = {name: values[name, reduction] for name, reduction in _METRICS.items()}
+                count = int(values["n_tokens", "count"])
+                rows.append({"kind": kind, "lo": lo, "hi": hi, "n_tokens": count, **metrics})
+    return pd.DataFrame(rows, columns=["kind", "lo", "hi", "n_tokens", *_METRICS])

@@ -24,11 +24,11 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from ppo_repro.analysis.clusters import Floats
 from ppo_repro.base.errors import UserError
 from ppo_repro.records import reader
 from ppo_repro.records.folder import load_recorded_config
 from ppo_repro.records.manifest import Manifest, require_responses
+from ppo_repro.statistics.clusters import Floats
 from ppo_repro.testing.dumps import FORMATS, Names, read_dump
 from ppo_repro.testing.pairs import KEY, PAIR, tokens_of
 
@@ -100,9 +100,9 @@ def deltas(tokens: pd.DataFrame) -> Floats:
 
 def rollout_and_old(run_dir: Path | str, recorded: Manifest, iteration: int) -> pd.DataFrame:
     """Return the pairs `rollout_vs_old` of one iteration."""
-    columns, one = [*KEY, "token_id", "rollout_logprobs", "old_logprobs", *OPTIONAL, *_ROUTE_COLUMNS], [iteration]
-    tokens = reader.read_tokens(run_dir, iterations=one, columns=columns, recorded=recorded)
-    sequences = reader.read_sequences(run_dir, iterations=one, columns=_LAG_TURN_COLUMNS, recorded=recorded)
+    columns = [*KEY, "token_id", "rollout_logprobs", "old_logprobs", *OPTIONAL, *_ROUTE_COLUMNS]
+    tokens = reader.read_tokens(run_dir, iterations=[iteration], columns=columns, recorded=recorded)
+    sequences = reader.read_sequences(run_dir, iterations=[iteration], columns=_LAG_TURN_COLUMNS, recorded=recorded)
     renamed = tokens.rename(columns={"rollout_logprobs": "logprobs_a", "old_logprobs": "logprobs_b"})
     return with_lag_turn_route(renamed, sequences)
 
@@ -139,8 +139,7 @@ def with_lag_turn_route(tokens: pd.DataFrame, sequences: pd.DataFrame) -> pd.Dat
 
     `sequences` has the columns _LAG_TURN_COLUMNS of the same iteration.
     """
-    columns = {}
-    _, versions, forced = (sequences[name] for name in _LAG_TURN_COLUMNS)
+    columns, versions, forced = {}, sequences["rollout_policy_versions"], sequences["is_forced"]
     if versions.notna().any():
         columns[LAG] = (tokens["iteration"].to_numpy() - np.concatenate(versions.to_list())).astype(np.int32)
     if forced.notna().any():

@@ -14,10 +14,10 @@ import numpy.typing as npt
 import pandas as pd
 
 from ppo_repro.analysis.clip_flags import Bool, ratios_of
-from ppo_repro.analysis.clusters import Floats, effective_share, exact_sum, mean
 from ppo_repro.analysis.pairs import NO_TOKEN
 from ppo_repro.base.errors import UserError
 from ppo_repro.config.algorithm import ImportanceWeights, RatioRejection, Rejection, VetoRejection
+from ppo_repro.statistics.clusters import Floats, effective_share, exact_sum, mean
 from ppo_repro.statistics.kl import k2, k3
 
 WEIGHTLESS = ("masked_high", "masked_low", "rejected")  # the weight is 0
@@ -100,7 +100,7 @@ def rejected(entry: Rejection, delta: Floats, sequence: npt.NDArray[np.int64]) -
         return (ratios < entry.low) | (ratios > entry.high)
     if entry.kind == "veto":
         return (np.bincount(codes, ratios_of(delta) < entry.below) > 0)[codes]
-    values = k2(delta) if entry.estimator == "k2" else k3(delta)
+    values = k2(-delta) if entry.estimator == "k2" else k3(-delta)
     if entry.level == "token":
         return values > entry.above
     if entry.level == "max":
@@ -144,7 +144,7 @@ def _sums(remedy: Remedy, delta: Floats, response: npt.NDArray[np.int64]) -> pd.
     weight, weight_sq and k3, and k3_kept (k3 over the tokens whose weight is not 0).
     """
     weights, changes = applied(remedy.importance_weights, remedy.rejection, delta, response)
-    is_weightless, divergence = np.isin(changes.astype(str), WEIGHTLESS), k3(delta)
+    is_weightless, divergence = np.isin(changes.astype(str), WEIGHTLESS), k3(-delta)
     with np.errstate(over="ignore"):
         of_tokens = {
             "tokens": np.ones(len(delta)),

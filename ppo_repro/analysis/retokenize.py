@@ -5,15 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
-from ppo_repro.analysis.clusters import mean
 from ppo_repro.analysis.recorded_tokenizer import RecordedTokenizer
 from ppo_repro.base.errors import UserError
+from ppo_repro.statistics.clusters import mean
 
-AUDIT_COLUMNS = ["iteration", "sequence", "response", "response_ids", "finish_reason", "episode_ids"]
+DRIFT_COLUMNS = ["iteration", "sequence", "response", "response_ids", "finish_reason", "episode_ids"]
 
 
 def encoded_again(sequences: pd.DataFrame, tokenizer: RecordedTokenizer) -> tuple[list[list[int]], list[list[int]]]:
-    """Return ids and encode(decode(ids)) of each response of `sequences` (AUDIT_COLUMNS), without the end token.
+    """Return ids and encode(decode(ids)) of each response of `sequences` (DRIFT_COLUMNS), without the end token.
 
     Raises UserError if a decoded text differs from the recorded text, because the tokenizer is not the run's.
     """
@@ -37,7 +37,7 @@ def encoded_again(sequences: pd.DataFrame, tokenizer: RecordedTokenizer) -> tupl
 
 
 def retokenization(sequences: pd.DataFrame, tokenizer: RecordedTokenizer) -> pd.DataFrame:
-    """Return the table `tok_drift`: one row per response, which compares encode(decode(ids)) with ids.
+    """Return one row per response, which compares encode(decode(ids)) with ids.
 
     The columns are iteration, sequence, and
 
@@ -47,7 +47,7 @@ def retokenization(sequences: pd.DataFrame, tokenizer: RecordedTokenizer) -> pd.
         length_delta: number of new tokens minus n_tokens
 
     The end token is left out; any other special token is drift, because no text contains it. `sequences` has
-    AUDIT_COLUMNS. Raises UserError if the tokenizer is not the run's.
+    DRIFT_COLUMNS. Raises UserError if the tokenizer is not the run's.
     """
     table = sequences[["iteration", "sequence"]].reset_index(drop=True)
     pairs = list(zip(*encoded_again(sequences, tokenizer), strict=True))

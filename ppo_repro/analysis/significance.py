@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy import optimize, stats
 
-from ppo_repro.analysis.clusters import Floats
+from ppo_repro.statistics.clusters import Floats
 
 DRAWS = 999
 POWER = 0.8

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import numpy as np
 import pandas as pd
 
-from ppo_repro.analysis.clusters import Floats, ratio_of_sums, segment_sums
 from ppo_repro.analysis.words import Boundary, find_words, text_of
+from ppo_repro.statistics.clusters import Floats, ratio_of_sums, segment_sums
 from ppo_repro.statistics.kl import k3
 from ppo_repro.testing.pairs import KEY
 
@@ -49,11 +49,11 @@ SUMMARY_COLUMNS = list(SummaryRow._fields)
 def estimators(old_logprobs: Floats, ref_logprobs: Floats) -> dict[str, Floats]:
     """Return k1, k3 and |k1| of KL(policy || reference) per token, nats, float64; the policy sampled the tokens."""
     x = np.asarray(old_logprobs, dtype=np.float64) - np.asarray(ref_logprobs, dtype=np.float64)
-    return {"k1": x, "k3": k3(-x), "abs_k1": np.abs(x)}
+    return {"k1": x, "k3": k3(x), "abs_k1": np.abs(x)}
 
 
 def token_table(tokens: pd.DataFrame, sequences: pd.DataFrame, *, boundary: Boundary) -> pd.DataFrame:
-    """Return the table `tok_token`: one row per token of one iteration; METRICS in nats, float64.
+    """Return one row per token of one iteration; METRICS in nats, float64.
 
     `tokens` has TOKEN_COLUMNS, and `sequences` has SEQUENCE_COLUMNS. word_id, sub_idx and sub_len follow `boundary`,
     not the recorded words.
@@ -71,7 +71,7 @@ def token_table(tokens: pd.DataFrame, sequences: pd.DataFrame, *, boundary: Boun
 
 
 def word_table(table: pd.DataFrame) -> pd.DataFrame:
-    """Return the table `tok_word`: one row per word of a `token_table`; METRICS are sums over the word's tokens, nats.
+    """Return one row per word of a `token_table`; METRICS are sums over the word's tokens, nats.
 
     `<metric>_first` is the metric of the word's first token. `k1` is log p(word) / q(word). n_tokens, n_chars, n_bytes:
     size of the word; n_straddling: tokens with characters of two words.
@@ -89,28 +89,28 @@ def word_table(table: pd.DataFrame) -> pd.DataFrame:
     return words
 
 
-def sequence_table(table: pd.DataFrame, sequences: pd.DataFrame) -> pd.DataFrame:
-    """Return the table `tok_seq`: one row per response; METRICS are sums over its tokens, nats.
+def response_table(table: pd.DataFrame, sequences: pd.DataFrame) -> pd.DataFrame:
+    """Return one row per response; METRICS are sums over its tokens, nats.
 
     `<metric>_per_<unit>` is the sum divided by the number of units (UNITS), NaN if that number is 0. The end token is
     in the sums, but it is not a word.
     """
     starts = np.flatnonzero(table["position"].to_numpy() == 0)
     text = text_of(sequences)
-    by_sequence = sequences[["iteration", "sequence"]].reset_index(drop=True)
-    by_sequence["n_tokens"] = np.diff(np.append(starts, len(table)))
+    responses = sequences[["iteration", "sequence"]].reset_index(drop=True)
+    responses["n_tokens"] = np.diff(np.append(starts, len(table)))
     is_word = ((table["sub_idx"] == 0) & ~table["is_special"]).to_numpy()
-    by_sequence["n_words"] = segment_sums(is_word.astype(np.float64), starts).astype(np.int64)
-    by_sequence["n_chars"], by_sequence["n_bytes"] = np.diff(text.starts), text.byte_lengths
+    responses["n_words"] = segment_sums(is_word.astype(np.float64), starts).astype(np.int64)
+    responses["n_chars"], responses["n_bytes"] = np.diff(text.starts), text.byte_lengths
     for name in METRICS:
-        by_sequence[name] = segment_sums(table[name].to_numpy(), starts)
+        responses[name] = segment_sums(table[name].to_numpy(), starts)
         for unit, count in UNITS.items():
-            by_sequence[f"{name}_per_{unit}"] = by_sequence[name] / by_sequence[count].replace(0, np.nan)
-    return by_sequence
+            responses[f"{name}_per_{unit}"] = responses[name] / responses[count].replace(0, np.nan)
+    return responses
 
 
-def summary_table(table: pd.DataFrame, word_table: pd.DataFrame) -> pd.DataFrame:
-    """Return the table `tok_summary` of one iteration, from its tables by response and by word.
+def summary_table(responses: pd.DataFrame, words: pd.DataFrame) -> pd.DataFrame:
+    """Return the averages of one iteration, from its tables by response and by word.
 
     The table has METRICS in nats per sequence, token, word, char and byte, shares, and tokens per word and character.
     The reductions are
@@ -125,10 +125,10 @@ def summary_table(table: pd.DataFrame, word_table: pd.DataFrame) -> pd.DataFrame
     `<metric>_first_share` is the share of the words' first tokens in the sum over all words of text. Terms of k1 cancel
     out, so its share is NaN if the sum is below 3 standard errors.
     """
-    words = word_table[~word_table["is_special"].to_numpy(bool)]
-    rows = [*_of_units(table), *_first_shares(table, words), *_of_words(table, words)]
+    of_text = words[~words["is_special"].to_numpy(bool)]
+    rows = [*_of_units(responses), *_first_shares(responses, of_text), *_of_words(responses, of_text)]
     summary = pd.DataFrame(rows, columns=SUMMARY_COLUMNS)
-    summary.insert(0, "iteration", int(table["iteration"].iloc[0]))
+    summary.insert(0, "iteration", int(responses["iteration"].iloc[0]))
     return summary
 
 
@@ -148,49 +148,49 @@ def _row(metric: str, unit: str, reduction: str, sums: Floats, counts: Floats, u
     )
 
 
-def _of_units(table: pd.DataFrame) -> Iterator[SummaryRow]:
+def _of_units(responses: pd.DataFrame) -> Iterator[SummaryRow]:
     """Yield METRICS per sequence and per unit."""
-    ones = np.ones(len(table))
+    ones = np.ones(len(responses))
     for name in METRICS:
-        total = table[name].to_numpy(np.float64)
+        total = responses[name].to_numpy(np.float64)
         yield _row(name, "sequence", "seq_mean_token_sum", total, ones, 0)
         for unit, column in UNITS.items():
-            count = table[column].to_numpy(np.float64)
+            count = responses[column].to_numpy(np.float64)
             has = count > 0
             undefined = int((~has).sum())
             yield _row(name, unit, "ratio_of_sums", total, count, undefined)
             yield _row(name, unit, "mean_of_ratios", total[has] / count[has], ones[has], undefined)
 
 
-def _first_shares(table: pd.DataFrame, words: pd.DataFrame) -> Iterator[SummaryRow]:
+def _first_shares(responses: pd.DataFrame, words: pd.DataFrame) -> Iterator[SummaryRow]:
     """Yield the share of the words' first tokens in each of METRICS."""
-    without_words = int((table["n_words"] == 0).sum())
+    without_words = int((responses["n_words"] == 0).sum())
     for name in METRICS:
-        first, total = (_by_response(table, words, words[column]) for column in (f"{name}_first", name))
+        first, total = (_by_response(responses, words, words[column]) for column in (f"{name}_first", name))
         if name == "k1":
-            mean, se = ratio_of_sums(total, np.ones(len(table)))
+            mean, se = ratio_of_sums(total, np.ones(len(responses)))
             first = first if abs(mean) >= 3.0 * se else np.full(len(first), np.nan)
         yield _row(f"{name}_first_share", "share", "ratio_of_sums", first, total, without_words)
 
 
-def _of_words(table: pd.DataFrame, words: pd.DataFrame) -> Iterator[SummaryRow]:
+def _of_words(responses: pd.DataFrame, words: pd.DataFrame) -> Iterator[SummaryRow]:
     """Yield lengths of words, and shares and means over words."""
     for metric, unit in (("n_tokens", "char"), ("n_tokens", "word"), ("n_chars", "word")):
-        count = table[UNITS[unit]].to_numpy(np.float64)
-        sums = table[metric].to_numpy(np.float64)
+        count = responses[UNITS[unit]].to_numpy(np.float64)
+        sums = responses[metric].to_numpy(np.float64)
         yield _row(metric, unit, "ratio_of_sums", sums, count, int((count == 0).sum()))
-    count = table["n_words"].to_numpy(np.float64)
+    count = responses["n_words"].to_numpy(np.float64)
     for metric, values in (
         ("straddling_words", words["n_straddling"] > 0),
         ("single_token_words", words["n_tokens"] == 1),
         ("abs_k1_of_words", words["k1"].abs()),
     ):
-        sums = _by_response(table, words, values)
+        sums = _by_response(responses, words, values)
         yield _row(metric, "word", "ratio_of_sums", sums, count, int((count == 0).sum()))
 
 
-def _by_response(table: pd.DataFrame, words: pd.DataFrame, values: pd.Series) -> Floats:
+def _by_response(responses: pd.DataFrame, words: pd.DataFrame, values: pd.Series) -> Floats:
     """Return the sum of the values of each response's words."""
     weights = values.to_numpy(np.float64)
-    sums = np.bincount(words["sequence"].to_numpy(np.int64), weights=weights, minlength=len(table))
+    sums = np.bincount(words["sequence"].to_numpy(np.int64), weights=weights, minlength=len(responses))
     return np.asarray(sums, np.float64)

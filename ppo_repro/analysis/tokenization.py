@@ -1,4 +1,4 @@
-"""Tokenization and KL of a recorded run, iteration by iteration: `ppo-repro analyse tokenization RUN`.
+"""Make the tables of tokenization and KL of a recorded run, iteration by iteration.
 
 `words` finds the words; `token_kl` makes tables by token, word and response and averages them; `word_clip` computes the
 clip band for words; `retokenize` decodes and encodes the responses again.
@@ -14,20 +14,18 @@ import pandas as pd
 
 from ppo_repro.analysis.clip_flags import token_rule
 from ppo_repro.analysis.pairs import chosen_iterations
-from ppo_repro.analysis.recorded_tokenizer import RecordedTokenizer, recorded_tokenizer
-from ppo_repro.analysis.retokenize import AUDIT_COLUMNS, drift_summary, retokenization
+from ppo_repro.analysis.recorded_tokenizer import RecordedTokenizer
+from ppo_repro.analysis.retokenize import DRIFT_COLUMNS, drift_summary, retokenization
 from ppo_repro.analysis.token_kl import (
     SEQUENCE_COLUMNS,
     TOKEN_COLUMNS,
-    sequence_table,
+    response_table,
     summary_table,
     token_table,
     word_table,
 )
 from ppo_repro.analysis.word_clip import UPDATE_COLUMNS, clip_table, word_ratios
-from ppo_repro.analysis.words import BOUNDARIES, Boundary
-from ppo_repro.base.latest import run_named
-from ppo_repro.base.output import Parser, tell
+from ppo_repro.analysis.words import Boundary
 from ppo_repro.records import reader
 from ppo_repro.records.folder import load_recorded_config
 from ppo_repro.records.manifest import Manifest, require_responses
@@ -35,16 +33,16 @@ from ppo_repro.records.manifest import Manifest, require_responses
 
 @dataclass(frozen=True)
 class TokenizationTables:
-    """Tables of one iteration.
+    """Tables of one iteration: `token_table`, `word_table`, `response_table`, `summary_table` and `clip_table`.
 
-    `tok_clip` is None for objectives without a clip band, and for iterations that a fork copied from its origin.
+    `clip_band` is None for objectives without a clip band, and for iterations that a fork copied from its origin.
     """
 
-    tok_token: pd.DataFrame
-    tok_word: pd.DataFrame
-    tok_seq: pd.DataFrame
-    tok_summary: pd.DataFrame
-    tok_clip: pd.DataFrame | None
+    tokens: pd.DataFrame
+    words: pd.DataFrame
+    responses: pd.DataFrame
+    summary: pd.DataFrame
+    clip_band: pd.DataFrame | None
 
 
 def iteration_tables(
@@ -56,13 +54,13 @@ def iteration_tables(
     tokens = reader.read_tokens(run_dir, iterations=[iteration], columns=TOKEN_COLUMNS, recorded=recorded)
     sequences = reader.read_sequences(run_dir, iterations=[iteration], columns=SEQUENCE_COLUMNS, recorded=recorded)
     table = token_table(tokens, sequences, boundary=boundary)
-    words, by_sequence = word_table(table), sequence_table(table, sequences)
+    words, responses = word_table(table), response_table(table, sequences)
     return TokenizationTables(
-        tok_token=table,
-        tok_word=words,
-        tok_seq=by_sequence,
-        tok_summary=summary_table(by_sequence, words),
-        tok_clip=_clip(run_dir, recorded, iteration, table, tokens) if iteration in recorded.own_iterations else None,
+        tokens=table,
+        words=words,
+        responses=responses,
+        summary=summary_table(responses, words),
+        clip_band=_clip(run_dir, recorded, iteration, table, tokens) if iteration in recorded.own_iterations else None,
     )
 
 
@@ -76,21 +74,21 @@ def _clip(
         return None
     updates = reader.read_updates(run_dir, iterations=one, columns=UPDATE_COLUMNS, recorded=recorded)
     anchor = tokens[f"{rule.anchor}_logprobs"]
-    return clip_table(word_ratios(table, anchor, updates, clip_low=rule.low, clip_high=rule.high))
+    return clip_table(word_ratios(table, anchor, updates, rule))
 
 
-def run_summary(run_dir: Path | str, *, boundary: Boundary, iterations: Sequence[int] | None) -> pd.DataFrame:
-    """Return `tok_summary` of `iterations` (None: all), one below the other.
+def summary_by_iteration(run_dir: Path | str, *, boundary: Boundary, iterations: Sequence[int] | None) -> pd.DataFrame:
+    """Return `summary_table` of `iterations` (None: all), one below the other.
 
     Raises UserError on missing or damaged records.
     """
     recorded = reader.open_manifest(run_dir)
     chosen = chosen_iterations(recorded, iterations)
-    tables = [iteration_tables(run_dir, i, boundary=boundary, recorded=recorded).tok_summary for i in chosen]
+    tables = [iteration_tables(run_dir, i, boundary=boundary, recorded=recorded).summary for i in chosen]
     return pd.concat(tables, ignore_index=True)
 
 
-def run_drift(
+def drift_by_iteration(
     run_dir: Path | str, tokenizer: RecordedTokenizer, *, iterations: Sequence[int] | None = None
 ) -> pd.DataFrame:
     """Return `drift_summary` of `iterations` (None: all), one row each.
@@ -99,39 +97,6 @@ def run_drift(
     """
     recorded, rows = reader.open_manifest(run_dir), []
     for iteration in chosen_iterations(recorded, iterations):
-        sequences = reader.read_sequences(run_dir, iterations=[iteration], columns=AUDIT_COLUMNS, recorded=recorded)
+        sequences = reader.read_sequences(run_dir, iterations=[iteration], columns=DRIFT_COLUMNS, recorded=recorded)
         rows.append({"iteration": iteration, **drift_summary(retokenization(sequences, tokenizer))})
     return pd.DataFrame(rows)
-
-
-def report(run_dir: Path, iteration: int | None, boundary: Boundary) -> list[str]:
-    """Return the printed lines of one iteration (None: the last). Raises UserError on missing or damaged records."""
-    recorded = reader.open_manifest(run_dir)
-    number = recorded.num_iterations - 1 if iteration is None else iteration
-    tables = iteration_tables(run_dir, number, boundary=boundary, recorded=recorded)
-    drift = run_drift(run_dir, recorded_tokenizer(run_dir), iterations=[number])
-    lines = [f"{run_dir}: iteration {number}, boundary {boundary}, nats, standard errors by response"]
-    lines.append(tables.tok_summary.drop(columns="iteration").to_string(index=False, float_format="%.6g"))
-    if tables.tok_clip is not None:
-        lines += ["", "clip band", tables.tok_clip.to_string(index=False, float_format="%.4g")]
-    elif number not in recorded.own_iterations:
-        lines += ["", f"clip band: not counted, iteration {number} is of the run that was forked"]
-    return [*lines, "", "encode(decode(ids))", drift.to_string(index=False, float_format="%.4g")]
-
-
-def main(argv: Sequence[str]) -> None:
-    """Print the tables of one iteration."""
-    parser = Parser(
-        prog="ppo-repro analyse tokenization",
-        description="KL and entropy of a run per sequence, token, word, char and byte",
-    )
-    parser.add_argument("run", type=run_named, help="folder of a recorded run")
-    parser.add_argument("--iteration", type=int, help="default: the last one")
-    parser.add_argument(
-        "--boundary",
-        required=True,
-        choices=BOUNDARIES,
-        help="whether white space belongs to the word after or before it",
-    )
-    arguments = parser.parse_args(argv)
-    tell("\n".join(report(arguments.run, arguments.iteration, arguments.boundary)))

@@ -9,14 +9,14 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
-from ppo_repro.analysis.clip_flags import recorded_clipped
-from ppo_repro.analysis.clusters import Ratio, ratio_of_sums
+from ppo_repro.analysis.clip_flags import ClipRule, recorded_clipped
+from ppo_repro.statistics.clusters import Ratio, ratio_of_sums
 
 UPDATE_COLUMNS = ["iteration", "epoch", "minibatch", "sequence", "position", "new_logprobs", "clip_flag"]
 
 
 def word_ratios(
-    token_table: pd.DataFrame, anchor_logprobs: pd.Series, updates: pd.DataFrame, *, clip_low: float, clip_high: float
+    token_table: pd.DataFrame, anchor_logprobs: pd.Series, updates: pd.DataFrame, rule: ClipRule
 ) -> pd.DataFrame:
     """Return one row per word and epoch of one iteration: log-ratio, and the tokens outside the band.
 
@@ -26,8 +26,7 @@ def word_ratios(
         token_table: the frame of `token_kl.token_table`, one row for each of N tokens.
         anchor_logprobs: [N], the denominator of the run's ratio.
         updates: UPDATE_COLUMNS; rows of steps that the policy did not take (null) are left out.
-        clip_low: lower width of the band [1 - clip_low, 1 + clip_high].
-        clip_high: upper width of the band.
+        rule: the clip range of the iteration, whose band is [1 - low, 1 + high].
 
     Returns:
         The columns iteration, epoch, sequence, word_id, is_special, and
@@ -41,7 +40,7 @@ def word_ratios(
         word_outside_scaled: whether the word's ratio is outside [(1 - low)^n, (1 + high)^n], which needs an outside
             token
     """
-    low, high = np.log1p(-clip_low), np.log1p(clip_high)
+    low, high = np.log1p(-rule.low), np.log1p(rule.high)
     names = ["iteration", "sequence", "position", "word_id", "is_special"]
     anchored = token_table[names].assign(anchor=anchor_logprobs.to_numpy(np.float64))
     rows = updates[updates["new_logprobs"].notna()].merge(anchored, on=names[:3], validate="many_to_one")
@@ -65,7 +64,7 @@ def word_ratios(
 
 
 def clip_table(words: pd.DataFrame) -> pd.DataFrame:
-    """Return the table `tok_clip`: one row per iteration and epoch, with standard errors clustered by response.
+    """Return one row per iteration and epoch, with standard errors clustered by response.
 
     outside, removed: shares of the tokens, special tokens included. word_outside, word_outside_scaled: shares of the
     words of text. ratio_max, word_ratio_max: the largest ratios.

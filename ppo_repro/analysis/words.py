@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from ppo_repro.analysis.clusters import Ints
 from ppo_repro.base.errors import UserError
+from ppo_repro.statistics.clusters import Ints
 
 Boundary = Literal["leading", "trailing"]
 BOUNDARIES: tuple[Boundary, ...] = ("leading", "trailing")

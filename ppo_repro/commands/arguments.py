@@ -21,7 +21,7 @@ from ppo_repro.commands.recorded import (
 )
 from ppo_repro.commands.runs import SIZES, fork_command, rerun_command, resume_command, run_command
 from ppo_repro.commands.start import FETCHED, RECIPES, fields_command, init_command, plan_command
-from ppo_repro.commands.values import count, iterations, path, positive, rate, run_folder
+from ppo_repro.commands.values import JSON, count, iterations, path, positive, rate, run_folder
 
 Command = Callable[[argparse.Namespace], int]
 
@@ -69,7 +69,7 @@ def _added(commands: Any, command: Command, *shared: argparse.ArgumentParser) ->
 def _add(commands: Any, command: Command, *shared: argparse.ArgumentParser) -> Callable[..., argparse.Action]:
     """Add a command with --json, and return the function that adds its other options."""
     option = _added(commands, command, *shared).add_argument
-    option("--json", action="store_true", help="print one JSON object and nothing else on stdout")
+    option("--json", action="store_true", help=JSON)
     return option
 
 

@@ -11,6 +11,8 @@ from ppo_repro.base.files import check_path
 from ppo_repro.base.latest import run_named
 from ppo_repro.commands.runs import processes
 
+JSON = "print one JSON object and nothing else on stdout"  # what --json does
+
 
 def path(text: str) -> Path:
     """Return a path on this machine."""

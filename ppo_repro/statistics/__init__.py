@@ -1,1 +1,1 @@
-"""Compute statistics of log-probs that runs, checks and analyses share: KL, draws, bits. Nothing here imports torch."""
+"""Compute statistics of log-probs that runs, checks and analyses share. Nothing here imports torch."""

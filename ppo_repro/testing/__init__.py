@@ -7,7 +7,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ppo_repro.testing.dumps import Names
-from ppo_repro.testing.guard import assert_matches_golden, assert_mismatch_below
+from ppo_repro.testing.golden import assert_matches_golden
+from ppo_repro.testing.guard import assert_mismatch_below
 
 if TYPE_CHECKING:
     from ppo_repro.testing.advantages import PaddedAdvantageBatch, check_advantages

@@ -10,21 +10,23 @@ which side is wrong. Its causes have the same names and the same advice (`testin
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
 
 from ppo_repro.base.errors import UserError
+from ppo_repro.statistics.mismatch import MismatchSums, merged_sums, metric_values, mismatch_sums, with_mismatch
 from ppo_repro.testing.advice import ADVICE, CauseName
 from ppo_repro.testing.evidence import (
     Group,
     GroupColumn,
-    MismatchSums,
     OptionalColumn,
-    added,
-    mismatch_sums,
+    PatternSums,
+    added_patterns,
+    ordered,
+    pattern_sums,
     require_columns,
 )
 
@@ -42,7 +44,7 @@ class Tier:
     k3: float
 
 
-# measured on tiny models: cached decoding against the full forward in float32, and 16-bit weights
+# T2: cached decoding against the full forward in float32; T3 and T4: 16-bit weights
 TIERS = (
     Tier("T2", 5e-6, 1e-4, 1e-10),
     Tier("T3", 1e-2, math.inf, 1e-4),
@@ -74,7 +76,7 @@ class Diagnosis:
     untested: tuple[CauseName, ...]
     tier: str  # T0 (bitwise) to T4, or `beyond T4`
     advice: str
-    needed: str  # the columns that would test them
+    needed: str  # the columns that would test the untested causes
     evidence: Evidence
 
 
@@ -87,25 +89,28 @@ def diagnose_chunks(chunks: Iterable[pd.DataFrame]) -> Diagnosis:
     if the two sides have different tokens before the response). Raises UserError on a missing column, a repeated token,
     or no finite pair of log-probs.
     """
-    sums = list[MismatchSums]()
+    sizes, patterns = list[MismatchSums](), list[PatternSums]()
     for chunk in chunks:
         require_columns(chunk)
-        sums += [mismatch_sums(frame) for _, frame in chunk.groupby("iteration", sort=True)]
-    return diagnose_sums(sums)
+        for _, pairs in chunk.groupby("iteration", sort=True):
+            tokens = with_mismatch(ordered(pairs))
+            sizes.append(mismatch_sums(tokens))
+            patterns.append(pattern_sums(tokens))
+    return diagnose_sums(sizes, patterns)
 
 
-def diagnose_sums(sums: Sequence[MismatchSums]) -> Diagnosis:
-    """Diagnose the sums of `evidence.mismatch_sums` of all iterations. Raises UserError if they have no token."""
-    if not sum(frame.tokens for frame in sums):
+def diagnose_sums(sizes: Sequence[MismatchSums], patterns: Sequence[PatternSums]) -> Diagnosis:
+    """Diagnose the mismatch of all iterations from its size and its pattern. Raises UserError if there is no token."""
+    if not sum(pattern.tokens for pattern in patterns):
         raise UserError("pairs have no token with two finite log-probs; there is nothing to compare")
-    m = added(sums)
-    evidence = _evidence(m)
-    tier = _tier(m)
-    verdict = _named(m, evidence, tier)
-    untested = [row for row in ROWS if verdict == "unknown" and not row.is_tested(m)]
+    pattern, metrics = added_patterns(patterns), metric_values(merged_sums(sizes))
+    evidence = _evidence(pattern, metrics)
+    tier = _tier(evidence, metrics["ulp_max", "token"])
+    verdict = _named(pattern, evidence, tier)
+    untested = [row for row in ROWS if verdict == "unknown" and not row.is_tested(pattern)]
     advice = ADVICE[verdict].sentence
-    if m.above_0:  # losses or probabilities, as the guard and the audit say
-        advice = f"{m.above_0:.0f} log-probs are above 0; give log-probs in nats."
+    if pattern.above_0:  # losses or probabilities, as the guard and the audit say
+        advice = f"{pattern.above_0:.0f} log-probs are above 0; give log-probs in nats."
     needed = "; ".join(dict.fromkeys(row.needs for row in untested))
     return Diagnosis(verdict, tuple(row.cause for row in untested), tier, advice, needed, evidence)
 
@@ -114,19 +119,22 @@ def _ratio(left: float, whole: float) -> float:
     return left / whole if whole > 0 else math.nan
 
 
-def _tier(sums: MismatchSums) -> str:
-    if not sums.unequal:
+def _tier(evidence: Evidence, ulp_max: float) -> str:
+    if evidence["frac_bitwise_equal"] == 1:
         return "T0"
-    if sums.largest_ulp <= 4 and sums.largest_delta <= TIERS[0].max_abs:
+    if not ulp_max > 4 and evidence["max_abs"] <= TIERS[0].max_abs:  # NaN if no token's steps say something
         return "T1"
-    mean_abs, k3 = sums.delta_abs / sums.tokens, sums.k3 / sums.tokens
+    return _tier_of_unequal(evidence)
+
+
+def _tier_of_unequal(evidence: Evidence) -> str:
     for tier in TIERS:
-        if mean_abs <= tier.mean_abs and sums.largest_delta <= tier.max_abs and k3 <= tier.k3:
+        if evidence["mean_abs"] <= tier.mean_abs and evidence["max_abs"] <= tier.max_abs and evidence["k3"] <= tier.k3:
             return tier.name
     return BEYOND
 
 
-def _evidence(sums: MismatchSums) -> Evidence:
+def _evidence(sums: PatternSums, metrics: Mapping[tuple[str, str], float]) -> Evidence:
     n = sums.tokens
     covariance = sums.ab - sums.a * sums.b / n
     spread = (sums.a_sq - sums.a**2 / n) * (sums.b_sq - sums.b**2 / n)
@@ -136,11 +144,11 @@ def _evidence(sums: MismatchSums) -> Evidence:
     formats = sums.formats_a, sums.formats_b
     return {
         "tokens": n,
-        "nonfinite": sums.nonfinite,
-        "frac_bitwise_equal": 1 - sums.unequal / n,
-        "mean_abs": sums.delta_abs / n,
-        "max_abs": sums.largest_delta,
-        "k3": sums.k3 / n,
+        "nonfinite": metrics["n_nonfinite", "count"],
+        "frac_bitwise_equal": metrics["frac_bitwise_equal", "token_mean"],
+        "mean_abs": metrics["abs_mean", "token_mean"],
+        "max_abs": metrics["abs_max", "token"],
+        "k3": metrics["k3", "token_mean"],
         "pearson_logp": covariance / math.sqrt(spread) if spread > 0 else math.nan,
         "temperature_ratio": 1 / (1 - slope) if slope < 1 else math.nan,
         "left_by_temperature": left_by_temperature,
@@ -155,7 +163,7 @@ def _evidence(sums: MismatchSums) -> Evidence:
     }
 
 
-def _temperature(sums: MismatchSums) -> tuple[float, float]:
+def _temperature(sums: PatternSums) -> tuple[float, float]:
     """Return t = 1 - 1/tau of the best fit delta = t x + t^2 k, and the share of delta^2 that the fit leaves.
 
     x = b + H, k = H + log sum p^2. The fit is the parabola for log sum_v p_v^s that is 0 with slope -H at s = 1 and
@@ -163,7 +171,7 @@ def _temperature(sums: MismatchSums) -> tuple[float, float]:
     """
     if "entropies" not in sums.columns or not sums.delta_sq:
         return math.nan, math.nan
-    terms = np.array([sums.delta_sq, -2 * sums.dx, sums.xx - 2 * sums.dk, 2 * sums.xk, sums.kk])
+    terms = np.array([sums.delta_sq, -2 * sums.delta_x, sums.x_sq - 2 * sums.delta_k, 2 * sums.x_k, sums.k_sq])
     residual = np.polynomial.Polynomial(terms)
     roots = residual.deriv().roots()
     real = roots[np.abs(roots.imag) < 1e-9].real
@@ -197,21 +205,21 @@ class Row:
     """One cause: whether the pattern of a mismatch fits, whether the columns test it, and which columns would."""
 
     cause: CauseName
-    fits: Callable[[MismatchSums, Evidence], bool]
-    is_tested: Callable[[MismatchSums], bool] = lambda sums: True
+    fits: Callable[[PatternSums, Evidence], bool]
+    is_tested: Callable[[PatternSums], bool] = lambda sums: True
     needs: str = ""
 
 
-def _has(column: OptionalColumn) -> Callable[[MismatchSums], bool]:
+def _has(column: OptionalColumn) -> Callable[[PatternSums], bool]:
     """Return the function that says whether all tokens have a column."""
     return lambda sums: column in sums.columns
 
 
-def _has_second_pass(sums: MismatchSums) -> bool:
+def _has_second_pass(sums: PatternSums) -> bool:
     return sums.again > 0
 
 
-def _leaves(name: str, limit: float = LEFT) -> Callable[[MismatchSums, Evidence], bool]:
+def _leaves(name: str, limit: float = LEFT) -> Callable[[PatternSums, Evidence], bool]:
     """Return the test of a cause whose prediction leaves at most `limit` of delta^2; NaN, for no column, never fits."""
     return lambda sums, evidence: evidence[name] <= limit
 
@@ -219,40 +227,40 @@ def _leaves(name: str, limit: float = LEFT) -> Callable[[MismatchSums, Evidence]
 def _in_one_group(cause: CauseName, column: GroupColumn, needs: str) -> Row:
     """Return the row of a cause in the sequences where `column` is above 0; if all have it, nothing tests the cause."""
 
-    def fits(sums: MismatchSums, evidence: Evidence) -> bool:
+    def fits(sums: PatternSums, evidence: Evidence) -> bool:
         clean, dirty = sums.groups(column)
         return _ten_times(clean, dirty) or _only_one_group(clean, dirty)
 
-    def is_tested(sums: MismatchSums) -> bool:
+    def is_tested(sums: PatternSums) -> bool:
         return column in sums.columns and sums.groups(column)[0].sequences > 0
 
     return Row(cause, fits, is_tested, needs)
 
 
-def _fits_zeros(sums: MismatchSums, evidence: Evidence) -> bool:
+def _fits_zeros(sums: PatternSums, evidence: Evidence) -> bool:
     return evidence["left_without_zeros"] <= LEFT and _tells_zeros(sums)
 
 
-def _tells_zeros(sums: MismatchSums) -> bool:
+def _tells_zeros(sums: PatternSums) -> bool:
     return "log_kept_mass" in sums.columns or sums.zeros < sums.tokens  # greedy sampling has log-probs of 0 too
 
 
-def _fits_shuffled(sums: MismatchSums, evidence: Evidence) -> bool:
+def _fits_shuffled(sums: PatternSums, evidence: Evidence) -> bool:
     # log-probs that agree well are nearly the same multiset too, so they must also be uncorrelated
     return evidence["left_by_sorting"] <= LEFT and evidence["pearson_logp"] < 0.5
 
 
-def _fits_dropout(sums: MismatchSums, evidence: Evidence) -> bool:
+def _fits_dropout(sums: PatternSums, evidence: Evidence) -> bool:
     # two passes differ by sqrt(2) sigma, and delta is sigma plus a bias of sqrt(7) sigma at most
     return 0.5 <= evidence["repeat_over_delta"] <= 2.0
 
 
-def _fits_format(sums: MismatchSums, evidence: Evidence) -> bool:
+def _fits_format(sums: PatternSums, evidence: Evidence) -> bool:
     # a float32 value is by chance a bfloat16 number with probability 2^-16, a float16 number with 2^-13
-    return _tier(sums) != BEYOND and max(evidence["frac_bfloat16"], evidence["frac_float16"]) >= 0.99
+    return _tier_of_unequal(evidence) != BEYOND and max(evidence["frac_bfloat16"], evidence["frac_float16"]) >= 0.99
 
 
-def _fits_tokens(sums: MismatchSums, evidence: Evidence) -> bool:
+def _fits_tokens(sums: PatternSums, evidence: Evidence) -> bool:
     # old weights may favour some tokens everywhere too
     is_fresh = "steps_since_sync" in sums.columns and not sums.groups("steps_since_sync")[1].sequences
     return is_fresh and sums.repeated >= ENOUGH_TOKENS and evidence["left_by_token"] <= LEFT_BY_TOKEN
@@ -279,9 +287,9 @@ ROWS = (
 )
 
 
-def _named(sums: MismatchSums, evidence: dict[str, float], tier: str) -> CauseName:
+def _named(sums: PatternSums, evidence: Evidence, tier: str) -> CauseName:
     """Return the first cause whose prediction fits."""
     if tier in ("T0", "T1", "T2"):
         agree: CauseName = "none" if tier == "T0" else "floating_point_noise"
-        return "non_finite" if sums.nonfinite else agree
+        return "non_finite" if evidence["nonfinite"] else agree
     return next((row.cause for row in ROWS if row.fits(sums, evidence)), "unknown")

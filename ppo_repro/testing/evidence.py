@@ -1,6 +1,7 @@
-"""Compute the evidence of a diagnosis: sums over the tokens of one iteration.
+"""Sum what tells the cause of a mismatch: the pattern of delta over the tokens of one iteration.
 
 `delta = logprobs_b - logprobs_a` (trainer minus sampler, nats), all arithmetic in float64 on the recorded float32.
+`statistics.mismatch` sums how large delta is.
 """
 
 from __future__ import annotations
@@ -14,13 +15,14 @@ import numpy.typing as npt
 import pandas as pd
 
 from ppo_repro.base.errors import UserError
-from ppo_repro.statistics.bits import has_steps, in_bfloat16, in_float16
+from ppo_repro.statistics.bits import in_bfloat16, in_float16
 from ppo_repro.statistics.kl import Floats
 from ppo_repro.testing.dumps import ROUNDING
-from ppo_repro.testing.pairs import KEY, PAIR, with_mismatch
+from ppo_repro.testing.pairs import KEY, PAIR
 
 # optional columns, each of which parts the sequences in two groups: 0 at all tokens, and above 0 at some token
 GroupColumn = Literal["pad_length", "steps_since_sync", "id_differs", "prompt_differs"]
+GROUP_COLUMNS: tuple[GroupColumn, ...] = get_args(GroupColumn)
 OptionalColumn = GroupColumn | Literal["entropies", "log_kept_mass"]
 
 
@@ -47,18 +49,12 @@ Record = TypeVar("Record", Group, Formats)
 
 
 @dataclass(frozen=True)
-class MismatchSums:
+class PatternSums:
     """Sums over the tokens with two finite log-probs; a sum that was not measured is 0."""
 
-    nonfinite: float = 0.0  # the number of other tokens
     tokens: float = 0.0
     above_0: float = 0.0  # tokens with a log-prob above 0
-    unequal: float = 0.0  # tokens whose log-probs differ
-    largest_ulp: float = 0.0  # a maximum: float32 steps between the log-probs of a token
-    largest_delta: float = 0.0  # a maximum: |delta|
-    delta_abs: float = 0.0
     delta_sq: float = 0.0
-    k3: float = 0.0
     a: float = 0.0  # the sampler's log-probs; b: the trainer's
     b: float = 0.0
     a_sq: float = 0.0
@@ -73,11 +69,12 @@ class MismatchSums:
     repeated: float = 0.0  # tokens whose id occurs twice
     by_token_sq: float = 0.0  # what a slope for each token id leaves of their delta^2
     by_one_slope_sq: float = 0.0  # what one slope leaves
-    dx: float = 0.0  # delta x; with entropies H: x = b + H, k = H + log sum p^2
-    xx: float = 0.0
-    dk: float = 0.0
-    xk: float = 0.0
-    kk: float = 0.0
+    # with the entropy H: x = b + H and k = H + log sum p^2, the terms of a temperature
+    delta_x: float = 0.0
+    x_sq: float = 0.0
+    delta_k: float = 0.0
+    x_k: float = 0.0
+    k_sq: float = 0.0
     mass_sq: float = 0.0  # (delta - log_kept_mass)^2
     again: float = 0.0  # tokens with a second pass of the trainer
     again_sq: float = 0.0  # (second pass - b)^2
@@ -92,47 +89,36 @@ class MismatchSums:
         return self.by_column.get(column, (Group(), Group()))
 
 
-def mismatch_sums(pairs: pd.DataFrame) -> MismatchSums:
-    """Return the sums of one iteration.
-
-    Raises UserError on missing columns, log-probs not in float32, or repeated tokens.
-    """
-    _check(pairs)
-    pairs = with_mismatch(pairs.sort_values(KEY, kind="stable", ignore_index=True))
-    if "token_id_b" in pairs.columns:
-        pairs["id_differs"] = pairs["token_id"] != pairs["token_id_b"]
-    tokens = pairs[pairs["finite"]]
+def pattern_sums(tokens: pd.DataFrame) -> PatternSums:
+    """Return the sums of one iteration from its `with_mismatch` rows, in the order of KEY."""
+    if "token_id_b" in tokens:
+        tokens = tokens.assign(id_differs=tokens["token_id"] != tokens["token_id_b"])
+    tokens = tokens[tokens["finite"]]
     a32, b32 = tokens["logprobs_a"].to_numpy(), tokens["logprobs_b"].to_numpy()
     a, b, delta = a32.astype(np.float64), b32.astype(np.float64), tokens["delta"].to_numpy()
     owner = np.unique(tokens["sequence"].to_numpy(), return_inverse=True)[1]
     parts = (
-        MismatchSums(nonfinite=_total(~pairs["finite"])),
-        _plain(tokens, a, b, delta),
+        _moments(a, b, delta),
         _positions(tokens, a, b, delta, owner),
         _by_token(tokens["token_id"].to_numpy(), b, delta),
         *_optional(tokens, b, delta),
         *_groups(tokens, delta, owner),
-        MismatchSums(formats_a=_formats(a32), formats_b=_formats(b32)),
+        PatternSums(formats_a=_formats(a32), formats_b=_formats(b32)),
     )
-    return replace(added(parts), columns=frozenset().union(*(part.columns for part in parts)))
+    # the parts are of the same tokens, so each adds its columns
+    return replace(added_patterns(parts), columns=frozenset().union(*(part.columns for part in parts)))
 
 
-def added(measured: Sequence[MismatchSums]) -> MismatchSums:
+def added_patterns(parts: Sequence[PatternSums]) -> PatternSums:
     """Add the sums of several iterations; an optional column that one iteration lacks counts as missing."""
-    maxima = "largest_ulp", "largest_delta"
-    counted = [f.name for f in fields(MismatchSums) if isinstance(f.default, float) and f.name not in maxima]
-    pairs = {column: [one.groups(column) for one in measured] for also in measured for column in also.by_column}
-    return MismatchSums(
-        **{name: float(sum(getattr(one, name) for one in measured)) for name in counted},
-        largest_ulp=max(one.largest_ulp for one in measured),
-        largest_delta=max(one.largest_delta for one in measured),
-        formats_a=_by_field([one.formats_a for one in measured]),
-        formats_b=_by_field([one.formats_b for one in measured]),
-        columns=frozenset.intersection(*(one.columns for one in measured)),
-        by_column={
-            column: (_by_field([clean for clean, _ in of]), _by_field([dirty for _, dirty in of]))
-            for column, of in pairs.items()
-        },
+    counted = [f.name for f in fields(PatternSums) if isinstance(f.default, float)]
+    groups = {column: zip(*(part.groups(column) for part in parts), strict=True) for column in GROUP_COLUMNS}
+    return PatternSums(
+        **{name: float(sum(getattr(part, name) for part in parts)) for name in counted},
+        formats_a=_by_field([part.formats_a for part in parts]),
+        formats_b=_by_field([part.formats_b for part in parts]),
+        columns=frozenset.intersection(*(part.columns for part in parts)),
+        by_column={column: (_by_field(clean), _by_field(dirty)) for column, (clean, dirty) in groups.items()},
     )
 
 
@@ -147,7 +133,11 @@ def require_columns(pairs: pd.DataFrame) -> None:
         raise UserError(f"pairs have no column '{missing[0]}'; needed are {', '.join(PAIR)}")
 
 
-def _check(pairs: pd.DataFrame) -> None:
+def ordered(pairs: pd.DataFrame) -> pd.DataFrame:
+    """Return the pairs in the order of KEY.
+
+    Raises UserError on missing columns, log-probs not in float32, or repeated tokens.
+    """
     require_columns(pairs)
     for name in ("logprobs_a", "logprobs_b"):
         if pairs[name].dtype != np.float32:
@@ -156,23 +146,18 @@ def _check(pairs: pd.DataFrame) -> None:
     if twice.any():
         where = ", ".join(f"{name} {pairs.loc[twice, name].iloc[0]}" for name in KEY)
         raise UserError(f"pairs have the token at {where} twice; give each token one row")
+    return pairs.sort_values(KEY, kind="stable", ignore_index=True)
 
 
 def _total(values: npt.ArrayLike) -> float:
     return float(np.sum(np.asarray(values, dtype=np.float64)))
 
 
-def _plain(tokens: pd.DataFrame, a: Floats, b: Floats, delta: Floats) -> MismatchSums:
-    steps = tokens["ulp"].to_numpy()[has_steps(a, b)]
-    return MismatchSums(
+def _moments(a: Floats, b: Floats, delta: Floats) -> PatternSums:
+    return PatternSums(
         tokens=float(len(delta)),
         above_0=_total((a > ROUNDING) | (b > ROUNDING)),
-        unequal=_total(~tokens["bitwise_equal"]),
-        largest_ulp=float(steps.max(initial=0)),
-        largest_delta=float(tokens["abs_delta"].max()) if len(tokens) else 0.0,
-        delta_abs=_total(tokens["abs_delta"]),
         delta_sq=_total(delta**2),
-        k3=_total(tokens["k3"]),
         a=_total(a),
         b=_total(b),
         a_sq=_total(a**2),
@@ -182,12 +167,12 @@ def _plain(tokens: pd.DataFrame, a: Floats, b: Floats, delta: Floats) -> Mismatc
     )
 
 
-def _positions(tokens: pd.DataFrame, a: Floats, b: Floats, delta: Floats, owner: npt.NDArray[np.int64]) -> MismatchSums:
+def _positions(tokens: pd.DataFrame, a: Floats, b: Floats, delta: Floats, owner: npt.NDArray[np.int64]) -> PatternSums:
     zero = (a == 0.0) != (b == 0.0)
     same = owner[1:] == owner[:-1]
     # neighbours in the response, not just in the frame
     same &= np.diff(tokens["position"].to_numpy()) == 1
-    return MismatchSums(
+    return PatternSums(
         zeros=_total(zero),
         zeros_sq=_total(delta[zero] ** 2),
         neighbours=_total(same),
@@ -196,7 +181,7 @@ def _positions(tokens: pd.DataFrame, a: Floats, b: Floats, delta: Floats, owner:
     )
 
 
-def _by_token(token_id: npt.NDArray[Any], b: Floats, delta: Floats) -> MismatchSums:
+def _by_token(token_id: npt.NDArray[Any], b: Floats, delta: Floats) -> PatternSums:
     """Return the sums of squares left by the fit delta = slope * (1 - p), the effect of a wrong logit of a token.
 
     The slope of a token is fitted without this token, because noise must not explain itself.
@@ -211,14 +196,14 @@ def _by_token(token_id: npt.NDArray[Any], b: Floats, delta: Floats) -> MismatchS
         return np.where(usable, (delta - slope * u) ** 2, 0.0)
 
     repeated = np.bincount(ids)[ids] > 1
-    return MismatchSums(
+    return PatternSums(
         repeated=_total(repeated),
         by_token_sq=_total(left(ids)[repeated]),
         by_one_slope_sq=_total(left(np.zeros_like(ids))[repeated]),
     )
 
 
-def _optional(tokens: pd.DataFrame, b: Floats, delta: Floats) -> Iterator[MismatchSums]:
+def _optional(tokens: pd.DataFrame, b: Floats, delta: Floats) -> Iterator[PatternSums]:
     """Yield the sums of each optional column that the frame has."""
 
     def column(name: str) -> Floats:
@@ -229,32 +214,31 @@ def _optional(tokens: pd.DataFrame, b: Floats, delta: Floats) -> Iterator[Mismat
         usable = np.isfinite(entropy) & (sums_of_squares > 0)  # all, unless the numbers themselves are wrong
         entropy, moved = entropy[usable], delta[usable]
         x, k = b[usable] + entropy, entropy + np.log(sums_of_squares[usable])
-        yield MismatchSums(
+        yield PatternSums(
             columns=frozenset({"entropies"}),
-            dx=_total(moved * x),
-            xx=_total(x * x),
-            dk=_total(moved * k),
-            xk=_total(x * k),
-            kk=_total(k * k),
+            delta_x=_total(moved * x),
+            x_sq=_total(x * x),
+            delta_k=_total(moved * k),
+            x_k=_total(x * k),
+            k_sq=_total(k * k),
         )
     if "log_kept_mass" in tokens and np.isfinite(mass := column("log_kept_mass")).all():  # NaN: a response without it
-        yield MismatchSums(columns=frozenset({"log_kept_mass"}), mass_sq=_total((delta - mass) ** 2))
+        yield PatternSums(columns=frozenset({"log_kept_mass"}), mass_sq=_total((delta - mass) ** 2))
     if "logprobs_b_again" in tokens:
         again = column("logprobs_b_again")
         twice = np.isfinite(again)
         squares = _total((again - b)[twice] ** 2), _total(delta[twice] ** 2)
-        yield MismatchSums(again=_total(twice), again_sq=squares[0], again_delta_sq=squares[1])
+        yield PatternSums(again=_total(twice), again_sq=squares[0], again_delta_sq=squares[1])
 
 
-def _groups(tokens: pd.DataFrame, delta: Floats, owner: npt.NDArray[np.int64]) -> Iterator[MismatchSums]:
+def _groups(tokens: pd.DataFrame, delta: Floats, owner: npt.NDArray[np.int64]) -> Iterator[PatternSums]:
     """Yield the groups of sequences of each GroupColumn that the frame has."""
     means = np.bincount(owner, np.abs(delta)) / np.bincount(owner)
-    columns: tuple[GroupColumn, ...] = get_args(GroupColumn)
-    for column in (name for name in columns if name in tokens):
+    for column in (name for name in GROUP_COLUMNS if name in tokens):
         largest = np.zeros(len(means))
         np.maximum.at(largest, owner, tokens[column].to_numpy().astype(np.float64))
         groups = _group(means[largest == 0]), _group(means[largest > 0])
-        yield MismatchSums(columns=frozenset({column}), by_column={column: groups})
+        yield PatternSums(columns=frozenset({column}), by_column={column: groups})
 
 
 def _group(means: Floats) -> Group:

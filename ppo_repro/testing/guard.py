@@ -1,33 +1,27 @@
-"""Assertions for pytest on recorded runs, on dumps of any stack, and on a golden run. Only a `.pt` dump loads torch.
+"""Assert limits on the mismatch of sampler and trainer, in a recorded run or a dump. Only a `.pt` dump loads torch.
 
-Pairs are the frames of `testing.pairs`; those of a run have no token_id.
+Pairs are the frames of `testing.pairs`; pairs of a run have no token_id.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import pandas as pd
-from pydantic import BaseModel, ConfigDict, ValidationError
 
 from ppo_repro.base.errors import UserError
-from ppo_repro.base.files import atomic_write
 from ppo_repro.records import reader
-from ppo_repro.records.folder import ENVIRONMENT_NAME
 from ppo_repro.records.manifest import has_responses
-from ppo_repro.records.notes import read_note
 from ppo_repro.statistics.draws import NONE, Draws, draws_of
+from ppo_repro.statistics.mismatch import metric_values, mismatch_sums, with_mismatch
 from ppo_repro.testing.dumps import Names, impossible, read_dump
-from ppo_repro.testing.pairs import KEY, tokens_of, with_mismatch
+from ppo_repro.testing.pairs import KEY, tokens_of
 
 ZEROS = 0.5  # largest share of tokens whose log-probs may be exactly 0 on both sides
 SIDES = {"sampler": "logprobs_a", "trainer": "logprobs_b"}
 COLUMNS = [*KEY, *SIDES.values()]
 DISTRIBUTION = ["entropies", "cumulative_probs"]  # of the trainer; a dump may lack them
-# the parts of an environment that can change a rounding; no paths, no names of machines
-ENVIRONMENT = ("ppo_repro", "python", "machine", "cpu_capability", "numerics_mode", "threads", "processes")
 
 
 def _bits(value: float) -> str:
@@ -68,18 +62,19 @@ def _pairs(run_or_file: Path | str | pd.DataFrame, names: Names | None) -> pd.Da
     return pairs_of_run(run_or_file)
 
 
-def measures(pairs: pd.DataFrame) -> dict[str, tuple[float, int]]:
-    """Return each measure of `assert_mismatch_below`, with the row of its worst token; a mean of no token is NaN."""
+def mismatch_of(pairs: pd.DataFrame) -> dict[str, tuple[float, int]]:
+    """Return each number that has a limit, with the row of its worst token; a mean of no token is NaN."""
     tokens = with_mismatch(pairs)
-    finite = tokens["finite"]
-    of, unequal = tokens[finite], ~tokens["bitwise_equal"] & finite
-    worst = int(np.flatnonzero(finite)[np.argmax(of["abs_delta"])]) if len(of) else -1
+    metrics, finite = metric_values(mismatch_sums(tokens)), tokens["finite"]
+    unequal = ~tokens["bitwise_equal"] & finite
+    worst = int(np.argmax(tokens["abs_delta"].where(finite, -1.0))) if finite.any() else -1
     return {
-        "mean_abs": (float(of["abs_delta"].mean()), worst),
-        "max_abs": (float(of["abs_delta"].max()), worst),
-        "k3": (float(of["k3"].mean()), worst),
+        "mean_abs": (metrics["abs_mean", "token_mean"], worst),
+        "max_abs": (metrics["abs_max", "token"], worst),
+        "k3": (metrics["k3", "token_mean"], worst),
+        # not 1 - frac_bitwise_equal, whose rounding may be above a limit that the share itself keeps
         "frac_unequal": (float(unequal[finite].mean()), int(np.argmax(unequal))),
-        "nonfinite": (float((~finite).sum()), int(np.argmin(finite))),
+        "nonfinite": (metrics["n_nonfinite", "count"], int(np.argmin(finite))),
     }
 
 
@@ -142,17 +137,16 @@ def assert_mismatch_below(
     for name, limit in limits.items():
         if not limit >= 0:
             raise UserError(f"assert_mismatch_below: {name} = {limit!r}: must be 0 or more")
+    limits["nonfinite"] = nonfinite
     where = "the frame" if isinstance(run_or_file, pd.DataFrame) else run_or_file
     pairs = _pairs(run_or_file, names)
     if not len(pairs):
         raise UserError(f"{where}: has no token that counts; there is nothing to compare")
     if why := _suspicious(pairs):
         raise AssertionError(f"{where}: {why}")
-    limits["nonfinite"] = nonfinite
-    wrong = draws_of_pairs(pairs) if draws else NONE
     exceeded = [
         f"{name} is {value:.6g}, above {limits[name]:.6g} (as at {_token(pairs, row)})"
-        for name, (value, row) in measures(pairs).items()
+        for name, (value, row) in mismatch_of(pairs).items()
         if name in limits and not value <= limits[name]  # NaN exceeds every limit
     ]
     if exceeded:
@@ -160,73 +154,6 @@ def assert_mismatch_below(
             f"{where}: of {len(pairs)} tokens {'; '.join(exceeded)}; if this is new, see what changed (weights sync, "
             "dtype, temperature, padding, token ids): `ppo-repro audit`"
         )
-    if wrong.is_wrong:
-        raise AssertionError(f"{where}: {wrong.sentence()}")
-
-
-class Golden(BaseModel):
-    """Digests of a golden run; `tables` has the digest of each table for each iteration."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
-    format: Literal[1] = 1
-    fingerprint: str
-    tables: list[dict[str, str]]
-    environment: dict[str, str]
-
-
-def golden_of(run: Path | str) -> Golden:
-    """Return the digests of a complete run. Raises UserError if a file does not have its digest."""
-    recorded = reader.open_manifest(run)
-    for index in range(len(recorded.iterations)):
-        reader.read_moment(Path(run), recorded, index)
-    note = read_note(Path(run), recorded, ENVIRONMENT_NAME)
-    packages = {f"packages.{name}": str(version) for name, version in note.get("packages", {}).items()}
-    return Golden(
-        fingerprint=recorded.fingerprint,
-        tables=[{name: entry.digest for name, entry in item.tables.items()} for item in recorded.iterations],
-        environment={name: str(note.get(name)) for name in ENVIRONMENT} | packages,
-    )
-
-
-def _changed(golden: Golden, now: Golden) -> str:
-    """Describe the first difference between two runs; "" if there is none."""
-    for iteration, (old, new) in enumerate(zip(golden.tables, now.tables, strict=False)):
-        for name in new | old:
-            if old.get(name) != new.get(name):
-                return f"table {name}, iteration {iteration}: digest {new.get(name)}, golden {old.get(name)}"
-    if len(golden.tables) != len(now.tables):
-        return f"number of iterations: {len(now.tables)}, golden {len(golden.tables)}"
-    if golden.fingerprint != now.fingerprint:
-        return f"final results: fingerprint {now.fingerprint}, golden {golden.fingerprint}"
-    return ""
-
-
-def assert_matches_golden(run: Path | str, golden_path: Path | str) -> None:
-    """Assert that a run has the digests of a golden run, in every table of every iteration and in its final results.
-
-    If there is no golden file, it is written, and the assertion fails once. Raises AssertionError, which names the
-    first table and iteration that differ, and the changes of the environment. Raises UserError if the run is incomplete
-    or damaged.
-    """
-    __tracebackhide__ = True
-    path, now = Path(golden_path), golden_of(run)
-    if not path.exists():
-        atomic_write(path, (now.model_dump_json(indent=1) + "\n").encode())
-        raise AssertionError(f"{path}: there was no golden run, so {run} was written to it; look at it and keep it")
-    try:
-        golden = Golden.model_validate_json(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, ValidationError) as error:
-        raise UserError(f"{path}: is not a golden run ({' '.join(str(error).split())}); delete it") from error
-    if difference := _changed(golden, now):
-        before, after = golden.environment, now.environment
-        changes = [
-            f"{name} {after.get(name)} (golden {before.get(name)})"
-            for name in sorted({*before, *after})
-            if before.get(name) != after.get(name)
-        ]
-        environment = f"the environment differs: {', '.join(changes)}" if changes else "the environment is the same"
-        raise AssertionError(
-            f"{run} is not the golden run {path}: {difference}; {environment}; see the cell with `ppo-repro diff` "
-            f"against a run of the old code, or accept the new results: delete {path}"
-        )
+    drawn = draws_of_pairs(pairs) if draws else NONE
+    if drawn.is_wrong:
+        raise AssertionError(f"{where}: {drawn.sentence()}")

@@ -14,7 +14,6 @@ from ppo_repro.analysis.clipping import (
     early_stop,
     effective_samples,
     kl_estimates,
-    overview,
 )
 from ppo_repro.base.errors import UserError
 from ppo_repro.records import reader
@@ -86,23 +85,23 @@ def test_buckets_by_hand() -> None:
 
 def test_tables_of_a_run_agree_with_what_training_recorded(native_run: Path) -> None:
     tables, steps = clip_tables(native_run), reader.read_steps(native_run)
-    own = whole(tables.clip_step)
+    own = whole(tables.by_step)
     assert own["n_tokens"].tolist() == steps["tokens"].tolist()
     # recorded from float32 differences of log-probs, and for |x| > 1 from a float32 exponential
     np.testing.assert_allclose(own["k3"], steps["approx_kl"], rtol=1e-5, atol=1e-12)
     # float32 against float64: a ratio within rounding of a bound, a value at equal distance from the return
     assert (np.abs(own["removed"] - steps["clip_fraction"]) * own["n_tokens"]).sum() <= 2
     assert (np.abs(own["value_removed"] - steps["value_clip_fraction"]) * own["n_value_tokens"]).sum() <= 2
-    assert set(clip_tables(native_run, iterations=[1], band=(0.1, 0.1)).clip_step["iteration"]) == {1}
+    assert set(clip_tables(native_run, iterations=[1], band=(0.1, 0.1)).by_step["iteration"]) == {1}
 
 
-def test_a_lean_run_has_no_surrogate_mass(tmp_path: Path) -> None:
+def test_a_lean_run_has_no_surrogate_mass(tmp_path: Path, cli: Cli) -> None:
     lean, full = (
         tiny_run(tmp_path / level, "ppo.iterations=1", f"records.level={level}") for level in ("lean", "full")
     )
     tables = [clip_tables(run_dir) for run_dir in (lean, full)]
-    assert [table.clip_step["removed_mass"].notna().any() for table in tables] == [False, True]
-    lines = list(map(overview, tables))
+    assert [table.by_step["removed_mass"].notna().any() for table in tables] == [False, True]
+    lines = [cli.done("analyse", "clipping", run_dir).splitlines() for run_dir in (lean, full)]
     assert [line for line in lines[1] if line not in lines[0]] == [lines[1][3]]
     assert "of the surrogate mass" in lines[1][3]
 

@@ -8,12 +8,14 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ppo_repro.analysis.report.build import write_report
 from ppo_repro.base.errors import UserError
 from ppo_repro.commands.analyse import ANALYSES
+from ppo_repro.records import reader
 from tests.support.cli import Cli, one_line
 from tests.support.paths import ROOT
 
@@ -40,10 +42,8 @@ def ask(deterministic_run: Path, cli: Cli) -> Ask:
 
 
 def test_no_analysis_is_forgotten() -> None:
-    assert set(COMMANDS) == set(ANALYSES)
-    with_main = [path for path in (ROOT / "ppo_repro" / "analysis").rglob("*.py") if "def main(" in path.read_text()]
-    named = {ROOT / "ppo_repro" / "analysis" / f"{module.replace('.', '/')}.py" for module, _ in ANALYSES.values()}
-    assert set(with_main) <= named
+    files = {path.stem for path in (ROOT / "ppo_repro" / "commands" / "analyses").glob("*.py")} - {"__init__"}
+    assert set(COMMANDS) == set(ANALYSES) == files
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -70,6 +70,29 @@ def test_the_latest_run_has_an_answer(
     assert code == 0
     assert out.count("\n") > 5 or Path("x.svg").is_file()
     assert not err
+
+
+def test_an_analysis_has_its_numbers_in_json(
+    deterministic_run: Path, native_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
+) -> None:
+    """A number of each printed table, as the run has it; `table` is tested on a grid."""
+    monkeypatch.chdir(tmp_path)
+
+    def found(*words: str | Path) -> dict[str, Any]:
+        return cli.json("analyse", *words)
+
+    metrics = {row["metric"]: row["value"] for row in found("mismatch", native_run)["metrics"]}
+    assert metrics["n_tokens"] == len(reader.read_tokens(native_run))
+    remedies = found("mismatch", native_run, "--remedies")["remedies"]
+    assert (remedies[0]["remedy"], remedies[0]["tokens_changed"]) == ("none", 0.0)
+    clipping = found("clipping", native_run, "--early-stop-kl", "1")
+    assert clipping["n_tokens"] == len(reader.read_updates(native_run))
+    assert {stop["estimate"] for stop in clipping["early_stops"]} == {"k1", "k3"}
+    words = found("tokenization", native_run, "--boundary", "leading", "--iteration", "1")
+    assert (words["iteration"], words["drift"][0]["iteration"], words["clip"][0]["epoch"]) == (1, 1, 0)
+    compared = found("compare", deterministic_run, native_run, "--seed", "0")["findings"]
+    assert compared[0]["verdict"].startswith("different: ")
+    assert found("figure", "agreement", "x.svg", native_run) == {"figure": "x.svg"}
 
 
 @pytest.mark.parametrize("command", COMMANDS)

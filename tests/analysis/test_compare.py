@@ -9,8 +9,10 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from ppo_repro.analysis.compare import compare_runs, numeric_rows, run_compare
-from ppo_repro.analysis.response_pairs import hazard, paired_responses
+from ppo_repro.analysis.comparison.compare import compare_runs
+from ppo_repro.analysis.comparison.findings import findings_table
+from ppo_repro.analysis.comparison.numeric import numeric_findings
+from ppo_repro.analysis.comparison.response_pairs import hazard, paired_responses
 from ppo_repro.base.errors import UserError
 from ppo_repro.records import diff, reader
 from tests.support.cli import Cli
@@ -117,11 +119,11 @@ def responses(delta_sums: list[float], iterations: list[int] | None = None) -> p
 
 
 def numeric(frame: pd.DataFrame, margin: float = 1.0) -> pd.DataFrame:
-    rows = numeric_rows(frame, rng(), column="old_logprobs", margin=margin, alpha=0.05)
-    return run_compare("a", "b", {"numeric": rows}, 0.05)
+    findings = numeric_findings(frame, rng(), column="old_logprobs", margin=margin, alpha=0.05)
+    return findings_table("a", "b", {"numeric": findings}, 0.05)
 
 
-def test_numeric_rows_by_hand() -> None:
+def test_numeric_findings_by_hand() -> None:
     # deltas of responses of two tokens: 1, 2, 3 nats; of eight sign changes two reach the mean
     table = numeric(responses([2.0, 4.0, 6.0]))
     flip = row(table, "numeric", "old_logprobs.delta", "sign changes (all)")

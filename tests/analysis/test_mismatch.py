@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
 
 from ppo_repro.analysis.buckets import bucket_of
-from ppo_repro.analysis.mismatch import summary_of
+from ppo_repro.analysis.mismatch import mismatch_summary
 from ppo_repro.analysis.mismatch_buckets import bucket_sums, bucket_table
-from ppo_repro.analysis.mismatch_metrics import merged, sums_of, update_table
-from ppo_repro.testing.pairs import with_mismatch
+from ppo_repro.analysis.pairs import run_pairs
+from ppo_repro.statistics.mismatch import merged_sums, metric_values, mismatch_sums, with_mismatch
+from ppo_repro.testing.diagnosis import diagnose_chunks
+from ppo_repro.testing.guard import mismatch_of, pairs_of_run
 from tests.analysis.chunks import chunk
 
 LOG2 = math.log(2.0)
@@ -20,8 +23,7 @@ LOG2 = math.log(2.0)
 
 def measured(*frames: pd.DataFrame) -> pd.Series:
     """Value by (metric, reduction)."""
-    table = update_table(merged([sums_of(with_mismatch(frame)) for frame in frames]))
-    return table.set_index(["metric", "reduction"])["value"]
+    return pd.Series(metric_values(merged_sums([mismatch_sums(with_mismatch(frame)) for frame in frames])))
 
 
 # log 1/2, 1/4, 1/8 as float32, and what is twice and half as likely
@@ -77,6 +79,13 @@ def test_what_is_not_finite_is_counted_and_left_out() -> None:
     assert nothing[["abs_mean", "abs_max", "ulp_max"]].isna().all()
 
 
+def test_small_weights_have_their_effective_sample_size() -> None:
+    # both weights are below 1e-9, one twice the other: (1 + 2)^2 / (2 (1 + 4))
+    found = measured(chunk([0.0, 0.0], [-23.0, -23.0 - LOG2], [1, 1]))
+    assert found["ess_frac", "token"] == pytest.approx(0.9, rel=1e-5)
+    assert found["ess_seq", "seq"] == pytest.approx(0.9, rel=1e-5)
+
+
 def buckets_of(frame: pd.DataFrame) -> pd.DataFrame:
     return bucket_table([bucket_sums(with_mismatch(frame))])
 
@@ -104,8 +113,20 @@ def test_buckets_by_hand() -> None:
 
 def test_equal_sides_have_every_ideal_value() -> None:
     frame = chunk([-1.0, -0.5, -2.0], [-1.0, -0.5, -2.0], [2, 1])
-    summary = summary_of([frame])
+    summary = mismatch_summary([frame])
     judged = summary[summary["ideal"].notna()]
     assert judged["value"].tolist() == judged["ideal"].tolist()
     assert not summary.duplicated(["metric", "reduction"]).any()
     assert summary.set_index("metric")["value"][["n_tokens", "n_masked"]].tolist() == [3.0, 0.0]
+
+
+def test_the_guard_and_the_diagnosis_have_the_numbers_of_the_summary(native_run: Path) -> None:
+    summary = mismatch_summary(run_pairs(native_run)).set_index(["metric", "reduction"])["value"]
+    names = {"mean_abs": ("abs_mean", "token_mean"), "max_abs": ("abs_max", "token"), "k3": ("k3", "token_mean")}
+    names["nonfinite"] = ("n_nonfinite", "count")
+    expected = {name: summary[metric] for name, metric in names.items()}
+    limited, evidence = mismatch_of(pairs_of_run(native_run)), diagnose_chunks(run_pairs(native_run)).evidence
+    assert {name: limited[name][0] for name in names} == {name: evidence[name] for name in names} == expected
+    equal = summary["frac_bitwise_equal", "token_mean"]
+    assert limited["frac_unequal"][0] == pytest.approx(1 - equal, rel=1e-12)
+    assert evidence["frac_bitwise_equal"] == equal < 1.0

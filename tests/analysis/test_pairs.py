@@ -28,7 +28,7 @@ from ppo_repro.analysis.parity import parity
 from ppo_repro.analysis.report.data.page_numbers import read_page_numbers
 from ppo_repro.analysis.report.data.run_curves import summary_tables
 from ppo_repro.analysis.report.data.run_facts import read_facts
-from ppo_repro.analysis.tokenization import run_summary
+from ppo_repro.analysis.tokenization import summary_by_iteration
 from ppo_repro.records import manifest, reader
 from ppo_repro.testing.pairs import KEY, PAIR
 from tests.support.synthetic_run import bits
@@ -64,7 +64,7 @@ def test_the_first_new_log_probs_of_a_run(native_run: Path) -> None:
         lambda run: list(run_evidence(run)),
         lambda run: list(run_pairs(run, "old_vs_first_new")),
         lambda run: list(load_iterations(run)),
-        lambda run: run_summary(run, boundary="leading", iterations=None),
+        lambda run: summary_by_iteration(run, boundary="leading", iterations=None),
         parity,
         clip_shares,
         mismatch,

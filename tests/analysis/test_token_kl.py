@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ppo_repro.analysis.token_kl import METRICS, estimators, sequence_table, summary_table, token_table, word_table
+from ppo_repro.analysis.clip_flags import ClipRule
+from ppo_repro.analysis.token_kl import METRICS, estimators, response_table, summary_table, token_table, word_table
 from ppo_repro.analysis.word_clip import clip_table, word_ratios
 from ppo_repro.analysis.words import BOUNDARIES, Boundary
 from tests.analysis.cut_texts import Cuts, cuts, frames
@@ -23,7 +24,7 @@ CLOSE = 1e-9
 def tables(pieces: Cuts, boundary: Boundary, **changes: object) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
     tokens, sequences = frames(pieces)
     table = token_table(tokens.assign(**changes), sequences, boundary=boundary)
-    return table, word_table(table), sequence_table(table, sequences)
+    return table, word_table(table), response_table(table, sequences)
 
 
 def value(summary: pd.DataFrame, metric: str, unit: str, reduction: str = "ratio_of_sums") -> pd.Series:
@@ -116,7 +117,7 @@ def test_the_clip_band_in_words_by_hand() -> None:
         ]
     )
     resting = updates.iloc[:2].assign(epoch=2, new_logprobs=np.nan, clip_flag=None)
-    words = word_ratios(table, anchor, pd.concat([updates, resting]), clip_low=0.2, clip_high=0.2)
+    words = word_ratios(table, anchor, pd.concat([updates, resting]), ClipRule("token", "old", 0.2, 0.2))
     assert np.exp(words["log_ratio"]).tolist() == pytest.approx([1.3225, 1.17, 1.0, 1.69])
     assert words["n_outside"].tolist() == [0, 1, 0, 2]
     assert words["n_removed"].tolist() == [0, 1, 0, 1]

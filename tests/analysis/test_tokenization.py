@@ -10,9 +10,10 @@ import pytest
 
 from ppo_repro.analysis.recorded_tokenizer import recorded_tokenizer
 from ppo_repro.analysis.token_kl import SUMMARY_COLUMNS
-from ppo_repro.analysis.tokenization import iteration_tables, report, run_drift, run_summary
+from ppo_repro.analysis.tokenization import drift_by_iteration, iteration_tables, summary_by_iteration
 from ppo_repro.base.errors import UserError
 from ppo_repro.records import reader
+from tests.support.cli import Cli
 
 # training adds with one rounding, this in pairs: float64 sums of a few hundred numbers
 CLOSE = 1e-12
@@ -24,7 +25,7 @@ def one(summary: pd.DataFrame, metric: str, unit: str, reduction: str) -> np.nda
 
 
 def test_the_units_agree_with_the_recorded_iterations(native_run: Path) -> None:
-    summary = run_summary(native_run, boundary="leading", iterations=None)
+    summary = summary_by_iteration(native_run, boundary="leading", iterations=None)
     assert list(summary) == ["iteration", *SUMMARY_COLUMNS]
     recorded = reader.read_iterations(native_run)
     for metric, unit, reduction, column in (
@@ -40,7 +41,7 @@ def test_the_units_agree_with_the_recorded_iterations(native_run: Path) -> None:
 def test_the_clip_band_agrees_with_the_recorded_steps(deterministic_run: Path) -> None:
     steps = reader.read_steps(deterministic_run)
     for iteration in (0, 2):
-        found = iteration_tables(deterministic_run, iteration, boundary="leading").tok_clip
+        found = iteration_tables(deterministic_run, iteration, boundary="leading").clip_band
         assert found is not None
         part = steps[steps["iteration"] == iteration]
         clipped = (part["clip_fraction"] * part["tokens"]).groupby(part["epoch"]).sum()
@@ -49,13 +50,13 @@ def test_the_clip_band_agrees_with_the_recorded_steps(deterministic_run: Path) -
         assert (found["outside"] >= found["removed"]).all()
 
 
-def test_the_recorded_tokenizer_spells_what_was_recorded(deterministic_run: Path) -> None:
-    drift = run_drift(deterministic_run, recorded_tokenizer(deterministic_run))
+def test_the_recorded_tokenizer_spells_what_was_recorded(deterministic_run: Path, cli: Cli) -> None:
+    drift = drift_by_iteration(deterministic_run, recorded_tokenizer(deterministic_run))
     assert len(drift) == 3
     assert drift["frac_drifted"].between(0, 1).all()
-    lines = report(deterministic_run, None, "trailing")
+    lines = cli.done("analyse", "tokenization", deterministic_run, "--boundary", "trailing").splitlines()
     assert "iteration 2, boundary trailing, nats, standard errors by response" in lines[0]
     with pytest.raises(UserError, match="no iteration 3"):
         iteration_tables(deterministic_run, 3, boundary="leading")
     with pytest.raises(UserError, match="names no iteration"):
-        run_summary(deterministic_run, boundary="leading", iterations=[])
+        summary_by_iteration(deterministic_run, boundary="leading", iterations=[])

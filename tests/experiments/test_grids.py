@@ -12,10 +12,11 @@ import pytest
 
 from ppo_repro.analysis.clip_flags import token_flags
 from ppo_repro.analysis.clipping import load_iterations, policy_rows
-from ppo_repro.analysis.figures import across, differences
+from ppo_repro.analysis.figures import by_clipped_share, differences
 from ppo_repro.analysis.grid_outcomes import MEASURES, clip_shares, measures_of, outcomes
-from ppo_repro.analysis.grid_table import comparisons, rank_correlation, report
+from ppo_repro.analysis.grid_table import comparisons, rank_correlation
 from ppo_repro.base.errors import UserError
+from ppo_repro.commands.analyses.table import answer
 from ppo_repro.records import manifest, reader
 from tests.support.cli import Cli
 from tests.support.language import tiny_run
@@ -44,13 +45,16 @@ def test_comparisons_are_paired_by_seed_and_corrected() -> None:
     assert table.loc["y", "p_holm"] == pytest.approx(0.1483, abs=1e-4)
     with pytest.raises(UserError, match=r"^--against q: .* x; y; z$"):
         comparisons(found, "accuracy", "q")
-    for ask in (lambda cells: comparisons(cells, "accuracy", "x"), lambda cells: across(cells, "removed", "accuracy")):
+    for ask in (
+        lambda cells: comparisons(cells, "accuracy", "x"),
+        lambda cells: by_clipped_share(cells, "removed", "accuracy"),
+    ):
         with pytest.raises(UserError, match=r"^y and x have different seeds"):
             ask(found.drop(index=3))
 
 
 def test_one_seed_has_a_difference_without_interval_and_one_setting_has_none() -> None:
-    assert "| y | +0.500 |  |  |" in report(grid_of({"x": [0.5], "y": [1.0]}), "accuracy", "x")
+    assert "| y | +0.500 |  |  |" in answer(grid_of({"x": [0.5], "y": [1.0]}), "accuracy", "x")[1]
     with pytest.raises(UserError, match="one setting"):
         differences(grid_of({"x": [0.5, 1.0]}), "accuracy")
 
@@ -58,7 +62,7 @@ def test_one_seed_has_a_difference_without_interval_and_one_setting_has_none() -
 def test_a_measure_has_the_digits_of_its_size() -> None:
     """Measures of 1e-6 would all be 0.000."""
     small = {"x": [1e-6, 1.2e-6, 1.1e-6], "y": [3e-6, 3.3e-6, 3.6e-6]}
-    said = report(grid_of({"x": [0.5] * 3, "y": [0.5] * 3}, k3=small), "k3", "x")
+    _, said = answer(grid_of({"x": [0.5] * 3, "y": [0.5] * 3}, k3=small), "k3", "x")
     assert "| x | 3 | 1.1e-06 ± 2.5e-07 |" in said
     assert "| y | +2.2e-06 [+1.5e-06, +2.9e-06] |" in said
 
@@ -67,17 +71,17 @@ def test_the_rank_correlation_is_of_the_settings_and_its_interval_of_the_seeds()
     accuracy = {"x": [0.1, 0.3], "y": [0.2, 0.2], "z": [0.9, 0.7]}
     found = grid_of(accuracy, outside={"x": [0.5, 0.5], "y": [0.2, 0.2], "z": [0.1, 0.1]})
     # means 0.2, 0.2, 0.8 have ranks 1.5, 1.5, 3, the shares 3, 2, 1: Spearman's correlation is -sqrt(3) / 2
-    value, low, high = rank_correlation(found, "outside", "accuracy")
-    assert value == pytest.approx(-math.sqrt(3) / 2)
+    rank = rank_correlation(found, "outside", "accuracy")
+    assert rank.value == pytest.approx(-math.sqrt(3) / 2)
     # one seed alone: ranks 1, 2, 3 give -1; the other alone: 2, 1, 3 give -0.5
-    assert (low, high) == (pytest.approx(-1.0), pytest.approx(-0.5))
-    assert math.isnan(rank_correlation(found, "removed", "accuracy")[0])
+    assert (rank.low, rank.high) == (pytest.approx(-1.0), pytest.approx(-0.5))
+    assert math.isnan(rank_correlation(found, "removed", "accuracy").value)
 
 
 @pytest.mark.parametrize("share", [0.5, math.nan])
 def test_a_share_that_a_setting_lacks_has_no_text(share: float) -> None:
     outside = {"x": [0.25], "y": [0.125], "z": [share]}
-    said = report(grid_of({"x": [0.1], "y": [0.2], "z": [0.9]}, outside=outside), "accuracy", "x")
+    _, said = answer(grid_of({"x": [0.1], "y": [0.2], "z": [0.9]}, outside=outside), "accuracy", "x")
     assert "nan" not in said
     assert "share removed" not in said  # 0 everywhere
     assert ("rank correlation of share outside" in said) == ("| 50.0% | 1 |" in said) == (share == 0.5)
@@ -155,6 +159,11 @@ def test_the_commands(grid: Path, tmp_path: Path, cli: Cli) -> None:
     code, out, err = cli("analyse", "table", grid)
     assert (code, err) == (0, f"warning: {grid}: without f (failed)\n")
     assert out.startswith("| mode | seeds | accuracy, mean ± half")
+    table = cli.json("analyse", "table", grid)
+    assert [cell["seed"] for cell in table["cells"]] == [7, 7]
+    (difference,) = table["differences"]
+    assert difference["difference"] == table["cells"][1]["accuracy"] - table["cells"][0]["accuracy"]
+    assert table["rank_correlations"] == {}
     for kind, folder in (("settings", grid), ("across", grid), ("differences", grid)):
         for _ in range(2):  # over nothing, and over an earlier figure
             cli.done("analyse", "figure", kind, tmp_path / "f.svg", folder)
@@ -192,7 +201,7 @@ def test_a_measure_that_a_setting_lacks_is_not_finite(deterministic_run: Path, t
 
 def test_seeds_that_are_not_finite_are_counted_and_no_difference_is_made_up() -> None:
     found = grid_of({"x": [0.0, 1.0, 2.0], "y": [1.0, math.nan, 3.0], "z": [1.0, 3.0, 3.0]})
-    said = report(found, "accuracy", "x")
+    _, said = answer(found, "accuracy", "x")
     assert "| y | 3 | 2.000 ± 12.706 (1 not finite) |" in said
     assert "| y | not finite |  |  |" in said
     assert "| z | +1.333 [" in said

@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from ppo_repro.analysis.mismatch import measure, tables
+from ppo_repro.analysis.mismatch import mismatch_by_iteration, mismatch_table
 from ppo_repro.analysis.pairs import run_pairs
 from ppo_repro.analysis.parity import parity
 from ppo_repro.records import reader
@@ -48,9 +48,10 @@ def test_the_run_counted_what_the_records_hold(which: str, request: pytest.Fixtu
 @pytest.mark.parametrize("which", ["deterministic_run", "native_run"])
 def test_so_does_the_table_of_the_mismatch(which: str, request: pytest.FixtureRequest) -> None:
     run_dir = request.getfixturevalue(which)
-    update = tables(measure(run_pairs(run_dir))).update.set_index(["iteration", "metric", "reduction"])["value"]
+    table = mismatch_table(mismatch_by_iteration(run_pairs(run_dir)))
+    values = table.set_index(["iteration", "metric", "reduction"])["value"]
     for row in reader.read_iterations(run_dir).itertuples():
-        found = update[row.iteration]
+        found = values[row.iteration]
         assert found["n_tokens", "count"] == row.tokens
         equal = round(found["frac_bitwise_equal", "token_mean"] * row.tokens)
         assert row.tokens - equal == row.unequal_old_rollout_logprobs

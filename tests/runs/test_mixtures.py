@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from ppo_repro.analysis.mismatch import measure
+from ppo_repro.analysis.mismatch import mismatch_by_iteration
 from ppo_repro.analysis.mismatch_buckets import bucket_table
 from ppo_repro.analysis.pairs import ROUTE, ROUTES, run_pairs
 from ppo_repro.analysis.parity import parity
@@ -49,7 +49,7 @@ def routes(folder: Path, column: str) -> np.ndarray:
 
 def buckets_of(folder: Path) -> pd.DataFrame:
     """The table of mismatch by bucket over all iterations."""
-    return bucket_table([measured.buckets for measured in measure(run_pairs(folder))])
+    return bucket_table([measured.buckets for measured in mismatch_by_iteration(run_pairs(folder))])
 
 
 @pytest.fixture(scope="module")

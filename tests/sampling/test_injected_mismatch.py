@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ppo_repro.analysis.mismatch import measure
-from ppo_repro.analysis.mismatch_metrics import merged, update_table
+from ppo_repro.analysis.mismatch import mismatch_summary
 from ppo_repro.analysis.pairs import run_pairs
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.mode import Mode
@@ -69,8 +68,7 @@ def test_the_sampler_sees_the_disturbed_logits_and_reports_their_log_probs(mode:
 
 def test_the_mismatch_of_a_run_is_the_chosen_one(tmp_path: Path) -> None:
     disturbed_run = small_run(tmp_path, f"rollout.mismatch_sigma={SIGMA}", "ppo.iterations=2")
-    sums = merged([measured.mismatch for measured in measure(run_pairs(disturbed_run))])
-    table = update_table(sums).set_index(["metric", "reduction"])["value"]
+    table = mismatch_summary(run_pairs(disturbed_run)).set_index(["metric", "reduction"])["value"]
     tokens = reader.read_tokens(disturbed_run)
     uncertain = float((1.0 - tokens["prob_sq_sums"]).mean())
     deltas = (tokens["old_logprobs"] - tokens["rollout_logprobs"]).to_numpy(float)

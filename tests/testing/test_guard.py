@@ -10,7 +10,7 @@ import pytest
 
 from ppo_repro.base.errors import UserError
 from ppo_repro.records import reader
-from ppo_repro.testing import Names, assert_matches_golden, assert_mismatch_below, guard
+from ppo_repro.testing import Names, assert_matches_golden, assert_mismatch_below, golden, guard
 from tests.support.json_lines import write_lines
 from tests.support.paths import ROOT
 
@@ -39,7 +39,7 @@ def test_the_mismatch_of_a_file_by_hand(tmp_path: Path) -> None:
     ]
     path = write_lines(tmp_path / "a.jsonl", rows)
     pairs = guard.pairs_of_dump(path)
-    found = {name: value for name, (value, _) in guard.measures(pairs).items()}
+    found = {name: value for name, (value, _) in guard.mismatch_of(pairs).items()}
     # delta = -0.5, 0, 0.25 over three finite tokens; k3 is the same sum in another order
     k3 = pytest.approx((np.expm1(-0.5) + 0.5 + np.expm1(0.25) - 0.25) / 3, rel=1e-15)
     assert len(pairs) == 4
@@ -78,7 +78,7 @@ def test_a_golden_run_is_written_once(deterministic_run: Path, native_run: Path,
 def test_what_differs_from_a_golden_run_is_named_and_the_environment_only_where_it_differs(
     deterministic_run: Path, tmp_path: Path
 ) -> None:
-    made, path = guard.golden_of(deterministic_run), tmp_path / "golden.json"
+    made, path = golden.golden_of(deterministic_run), tmp_path / "golden.json"
     steps = [{**made.tables[0], "steps": "00"}, *made.tables[1:]]
     other = {**made.environment, "packages.torch": "1.0"}
     for change, message in (

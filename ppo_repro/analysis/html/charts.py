@@ -16,8 +16,8 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from ppo_repro.analysis.clusters import Floats
 from ppo_repro.analysis.html.markup import element, escape, evenly_spread, number
+from ppo_repro.statistics.clusters import Floats
 
 WIDTH, PLOT_HEIGHT = 400.0, 200.0
 LEFT, RIGHT, BOTTOM, TOP = 58.0, 18.0, 46.0, 28.0

@@ -69,9 +69,9 @@ def token_data(run_dir: Path, selected: pd.DataFrame) -> dict[str, Any]:
 
 def described(responses: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the data of token_view.js: columns with their scales, and responses of `responses_of`."""
-    epochs = max((response.pop("epochs") for response in responses), default=0)
     columns = [*TOKEN_COLUMNS]
-    for epoch in range(epochs):
+    keys = {key for response in responses for key in response["columns"] if key.startswith("ratio_")}
+    for epoch in sorted(int(key.removeprefix("ratio_")) for key in keys):
         columns.append(TokenColumn(f"ratio_{epoch}", f"ratio, epoch {epoch}", "", "ratio"))
         columns.append(TokenColumn(f"flag_{epoch}", f"clip flag, epoch {epoch}", "", "category"))
     shown = []
@@ -99,13 +99,9 @@ def responses_of(
     about = {row["sequence"]: row for row in chosen.to_dict("records")}
     tokens = tokens.join(_by_epoch(tokens, updates, where))
     tokens = tokens.assign(delta=deltas(tokens), special=special_tokens(tokens))
-    epochs = int(updates["epoch"].max()) + 1 if len(updates) else 0
     reasons = {row["sequence"]: row for row in summary.to_dict("records")}
     groups = tokens[tokens["sequence"].isin(summary["sequence"])].groupby("sequence", sort=True)
-    return [
-        {**_response({**about[key], **reasons[key]}, rows.sort_values("position")), "epochs": epochs}
-        for key, rows in groups
-    ]
+    return [_response({**about[key], **reasons[key]}, rows.sort_values("position")) for key, rows in groups]
 
 
 def special_tokens(tokens: pd.DataFrame) -> npt.NDArray[np.bool_]:

@@ -21,7 +21,7 @@ REASONS = {
 }  # fmt: skip
 
 
-def select(summary: pd.DataFrame, count: int) -> pd.DataFrame:
+def choose_responses(summary: pd.DataFrame, count: int) -> pd.DataFrame:
     """Choose up to `count` responses, and add `why`: the keys of REASONS that chose each response.
 
     The reasons take turns. Each reason chooses its next best response until `count` or MAX_TOKENS is reached. `summary`

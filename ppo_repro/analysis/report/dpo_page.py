@@ -18,7 +18,7 @@ from ppo_repro.analysis.html.page import (
 )
 from ppo_repro.analysis.report.data.run_curves import run_curves, summary_tables
 from ppo_repro.analysis.report.data.run_facts import Facts, repeating
-from ppo_repro.analysis.report.sections.curves import Curve, metric_figures, run_chart, step_figure
+from ppo_repro.analysis.report.sections.curves import Curves, metric_figures, run_chart, step_figure
 from ppo_repro.analysis.report.sections.distributions import distribution_figure
 from ppo_repro.analysis.report.sections.terms import terms
 from ppo_repro.records import reader
@@ -30,7 +30,7 @@ def dpo_page(facts: Facts) -> str:
 
     Raises UserError if the run is not complete.
     """
-    folder, recorded, kind = facts.run_dir, facts.manifest, facts.kind
+    folder, recorded, content = facts.run_dir, facts.manifest, facts.content
     iterations, steps = summary_tables(facts)
     metrics, last = run_curves(facts, iterations, steps), [recorded.num_iterations - 1]
     pairs = reader.read_table("margins", folder, iterations=last, columns=["held_out", "margins"])
@@ -42,7 +42,7 @@ def dpo_page(facts: Facts) -> str:
     both = {"training pairs": pairs[~pairs["held_out"]], "held-out pairs": pairs[pairs["held_out"]]}
     margins = {group: rows["margins"].to_numpy(np.float64) for group, rows in both.items() if len(rows)}
     caption = "Difference of the implicit rewards after training; above 0 the preferred response is the likelier one."
-    after = distribution_figure("Margins after training", margins, "margin", kind.samples, caption)
+    after = distribution_figure("Margins after training", margins, "margin", content.samples, caption)
     rows = [
         *((name, len(rows)) for name, rows in both.items()),
         ("optimizer steps", len(steps)),
@@ -54,8 +54,10 @@ def dpo_page(facts: Facts) -> str:
         folded_table("Terms in words", terms()),
     )
     sections = (
-        Section("learning", "Learning", figures=[*metric_figures(kind.learning, [Curve("this run", metrics)]), after]),
-        Section("steps", "Steps", figures=[step_figure(metric, steps) for metric in kind.figures_by_step]),
+        Section(
+            "learning", "Learning", figures=[*metric_figures(content.learning, [Curves("this run", metrics)]), after]
+        ),
+        Section("steps", "Steps", figures=[step_figure(metric, steps) for metric in content.figures_by_step]),
         Section("numbers", "Numbers and configuration", blocks=blocks),
     )
     return page(facts.name, cards, sections)

@@ -10,12 +10,11 @@ import pandas as pd
 
 from ppo_repro.analysis.html.markup import Html, differences, element, escape, number, share, table
 from ppo_repro.analysis.html.page import Card, Section, Verdict, folded_table, folded_text, page, scrolled
-from ppo_repro.analysis.report.data.run_curves import OneRun, read_run
+from ppo_repro.analysis.report.data.run_curves import OneRun, first_and_last, read_run
 from ppo_repro.analysis.report.data.run_facts import Facts, repeating
-from ppo_repro.analysis.report.run_page import first_and_last
 from ppo_repro.analysis.report.sections import verdicts
-from ppo_repro.analysis.report.sections.curves import Curve, curve_sections, informative, main_chart
-from ppo_repro.analysis.report.sections.held_out import card, evaluations, shortened
+from ppo_repro.analysis.report.sections.curves import Curves, curve_sections, informative, main_chart
+from ppo_repro.analysis.report.sections.held_out import evaluations, prompt_table, shortened
 from ppo_repro.analysis.report.sections.terms import terms
 from ppo_repro.base.errors import UserError
 from ppo_repro.records.changes import setup_changes, setup_of, shown
@@ -38,7 +37,7 @@ def pair_page(a: Path, b: Path) -> str:
     if kinds[0] != kinds[1]:
         raise UserError(f"{a} is a {kinds[0]} run, {b} a {kinds[1]} run; put runs of one kind side by side")
     facts = [run.facts for run in runs]
-    lines = [Curve(name, run.curves) for name, run in zip(_line_names(facts), runs, strict=True)]
+    lines = [Curves(name, run.curves) for name, run in zip(_line_names(facts), runs, strict=True)]
     changed = scrolled(table(_different(facts), "Configuration and inputs"))
     cards = (
         Card("Which learned more?", _learning(runs), chart=main_chart(facts[0], lines)),
@@ -47,8 +46,7 @@ def pair_page(a: Path, b: Path) -> str:
         Card("Are they on-policy?", [v for name, run in zip(NAMES, runs, strict=True) for v in _agreement(name, run)]),
         Card("How to repeat them", blocks=[scrolled(table(_about(facts), "The runs"), "words")]),
     )
-    kind = facts[0].kind
-    metrics = informative(kind.metrics, lines)
+    metrics = informative(facts[0].content.metrics, lines)
     last = [first_and_last(metrics, run.curves).set_index(["quantity", "unit"])["last"] for run in runs]
     numbers = pd.DataFrame(dict(zip(NAMES, last, strict=True))).reset_index()[["quantity", *NAMES, "unit"]]
     folded = [folded_text(f"Configuration of {name}", f.config_text) for name, f in zip(NAMES, facts, strict=True)]
@@ -72,10 +70,10 @@ def _learning(runs: Sequence[OneRun]) -> list[Verdict]:
     """Return a sentence about the first and last score or return of each run, and a warning about its weight."""
     sentences = []
     for name, run in zip(NAMES, runs, strict=True):
-        for line in run.facts.kind.first_chart:
-            values = run.curves[run.curves["metric"] == line.metric].sort_values("iteration")["value"].tolist()
+        for line in run.facts.content.first_chart:
+            values = run.curves[run.curves["metric"] == line.key].sort_values("iteration")["value"].tolist()
             if values:
-                sentences.append(Verdict("fact", f"{name} {change(values[0], values[-1])} ({line.unit})."))
+                sentences.append(Verdict("fact", f"{name} {change(values[0], values[-1])} ({line.title})."))
                 break
     alone = "One run each says nothing about the methods: compare seeds by `ppo-repro analyse table`."
     return [*sentences, Verdict("fact", alone)]
@@ -99,7 +97,7 @@ def _agreement(name: str, run: OneRun) -> list[Verdict]:
     if run.unequal:
         text = f"{name}: {share(run.unequal, run.tokens)} of log-probs differ between sampler and trainer."
         return [*sentences, Verdict("differs", text)]
-    text = f"{name}: sampler and trainer agree on every bit of {run.tokens:,} {run.facts.kind.token_unit}."
+    text = f"{name}: sampler and trainer agree on every bit of {run.tokens:,} {run.facts.content.token_unit}."
     return [*sentences, Verdict("holds", text)]
 
 
@@ -133,7 +131,7 @@ def _responses(facts: Sequence[Facts]) -> list[Section]:
         parts = differences(*(shortened(str(row["response"])) for row in (x, y)))
         both: dict[str, Any] = {"run": NAMES, "response": [_side(parts, "-", "only-a"), _side(parts, "+", "only-b")]}
         both["score"] = [float(row["scores"]) for row in (x, y)]
-        cards.append(card(str(x["prompt"]), str(x["answer"]), pd.DataFrame(both, dtype=object)))
+        cards.append(prompt_table(str(x["prompt"]), str(x["answer"]), pd.DataFrame(both, dtype=object)))
     moments = " and ".join(
         f"{n} before iteration {r['iteration'].max()}" for n, r in zip(NAMES, evaluated, strict=True)
     )

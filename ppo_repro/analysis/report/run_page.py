@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pandas as pd
 
 from ppo_repro.analysis.html.markup import element, table
 from ppo_repro.analysis.html.page import Card, Section, facts_html, folded_table, folded_text, page, scrolled
 from ppo_repro.analysis.html.token_data import token_data
-from ppo_repro.analysis.html.token_section import select, token_section
-from ppo_repro.analysis.report.data.metrics import Metric
+from ppo_repro.analysis.html.token_section import choose_responses, token_section
 from ppo_repro.analysis.report.data.page_numbers import read_page_numbers
-from ppo_repro.analysis.report.data.run_curves import summary_tables
+from ppo_repro.analysis.report.data.run_curves import first_and_last, summary_tables
 from ppo_repro.analysis.report.data.run_facts import Facts, repeating
 from ppo_repro.analysis.report.sections import curves, verdicts
-from ppo_repro.analysis.report.sections.curves import Curve
+from ppo_repro.analysis.report.sections.curves import Curves
 from ppo_repro.analysis.report.sections.distributions import change_figures
 from ppo_repro.analysis.report.sections.held_out import samples_section
 from ppo_repro.analysis.report.sections.ratios_and_clipping import clipping_section
@@ -29,7 +26,7 @@ def run_page(facts: Facts, responses: int) -> str:
     """Return the page of one run of PPO, which shows `responses` responses token by token."""
     iterations, steps = summary_tables(facts)
     numbers = read_page_numbers(facts, iterations, steps)
-    counts, computed, kind = numbers.counts, facts.without_copied(iterations), facts.kind
+    counts, computed, content = numbers.counts, facts.without_copied(iterations), facts.content
     is_diagnosed = counts.parity.unequal_old_rollout_logprobs and has_responses(facts.manifest)
     cause, by_bucket = cause_of(facts) if is_diagnosed else ([], [])
     cards = (
@@ -43,10 +40,10 @@ def run_page(facts: Facts, responses: int) -> str:
         Card("How to repeat it", blocks=[facts_html(repeating(facts))]),
     )
     learning, optimisation, beside_mismatch = (
-        curves.metric_figures(wanted, [Curve("this run", numbers.curves)], forked_at=facts.forked_at)
-        for wanted in (kind.learning, kind.optimisation, kind.beside_mismatch)
+        curves.metric_figures(wanted, [Curves("this run", numbers.curves)], forked_at=facts.forked_at)
+        for wanted in (content.learning, content.optimisation, content.beside_mismatch)
     )
-    distributions = change_figures(numbers.values, kind.first_chart[-1].unit, kind.samples)
+    distributions = change_figures(numbers.values, content.first_chart[-1].title, content.samples)
     sections = [
         Section("learning", "Learning", figures=[*learning, *distributions]),
         Section("optimisation", "Optimisation", figures=optimisation),
@@ -57,16 +54,9 @@ def run_page(facts: Facts, responses: int) -> str:
     ]
     data = None
     if responses and len(numbers.responses):
-        data = token_data(facts.run_dir, select(numbers.responses, responses))
+        data = token_data(facts.run_dir, choose_responses(numbers.responses, responses))
         sections.append(token_section(data, len(numbers.responses)))
     return page(facts.name, cards, sections, data)
-
-
-def first_and_last(metrics: Sequence[Metric], curves_of_run: pd.DataFrame) -> pd.DataFrame:
-    """Return the first and last value of the metrics' curves: quantity, first, last, unit."""
-    ends = curves_of_run.sort_values("iteration").groupby("metric")["value"].agg(["first", "last"])
-    rows = [(m.title, *map(float, ends.loc[m.key]), m.unit) for m in metrics if m.key in ends.index]
-    return pd.DataFrame(rows, columns=["quantity", "first", "last", "unit"])
 
 
 def _numbers(facts: Facts, iterations: pd.DataFrame, steps: pd.DataFrame, run_curves: pd.DataFrame) -> Section:
@@ -74,13 +64,13 @@ def _numbers(facts: Facts, iterations: pd.DataFrame, steps: pd.DataFrame, run_cu
     unequal = int(iterations["unequal_old_rollout_logprobs"].sum())
     rows = [
         ("iterations", f"{len(iterations):,} of {facts.config.iterations:,}"),
-        *((total.title, int(iterations[total.name].sum())) for total in facts.kind.totals),
+        *((total.title, int(iterations[total.key].sum())) for total in facts.content.totals),
         ("optimizer steps", len(steps)),
-        (f"unequal old and rollout log-probs, {facts.kind.token_unit}", unequal),
+        (f"unequal old and rollout log-probs, {facts.content.token_unit}", unequal),
         ("largest |old - rollout|, nats", float(iterations["max_abs_old_rollout"].max(skipna=False))),
     ]
     numbers = [("Whole run", pd.DataFrame(rows, columns=["quantity", "value"]))]
-    metrics = curves.informative(facts.kind.metrics, [Curve("this run", run_curves)])
+    metrics = curves.informative(facts.content.metrics, [Curves("this run", run_curves)])
     numbers.append(("First and last value", first_and_last(metrics, run_curves)))
     measured = facts.accuracy
     if measured is not None:

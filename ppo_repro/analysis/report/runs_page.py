@@ -17,7 +17,7 @@ from ppo_repro.analysis.report.data.folder_runs import FolderRuns, largest_possi
 from ppo_repro.analysis.report.data.metrics import ANY, score_range
 from ppo_repro.analysis.report.data.run_curves import OneRun
 from ppo_repro.analysis.report.sections import curves
-from ppo_repro.analysis.report.sections.curves import Curve, curve_sections, main_chart
+from ppo_repro.analysis.report.sections.curves import Curves, curve_sections, main_chart
 from ppo_repro.analysis.report.sections.grid_answer import answer_cards, spread
 from ppo_repro.analysis.report.sections.terms import terms
 from ppo_repro.config.files import DPO
@@ -38,7 +38,7 @@ def runs_page(folder: Path, linked_from: Path | None) -> str:
     """
     runs = read_folder(folder)
     result, settings = runs.results[0], runs.settings
-    means = runs.finals.groupby("point", sort=False)[result.name].mean().sort_values(ascending=False, kind="stable")
+    means = runs.finals.groupby("point", sort=False)[result.key].mean().sort_values(ascending=False, kind="stable")
     lines = [_line(s, group) for s, group in settings.items() if s.short in set(means.index[:MAX_LINES])]
     fewer = f"The {MAX_LINES} of {len(settings)} settings with the highest {result.title}; the table has all."
     forks = [FORKS] * any(run.facts.forked_at is not None for run in runs.listed)
@@ -55,11 +55,11 @@ def runs_page(folder: Path, linked_from: Path | None) -> str:
     return page(f"{folder.resolve().name}: {len(runs.listed)} runs", cards, sections)
 
 
-def _result_cards(runs: FolderRuns, lines: Sequence[Curve], forks: Sequence[str]) -> list[Card]:
+def _result_cards(runs: FolderRuns, lines: Sequence[Curves], forks: Sequence[str]) -> list[Card]:
     """Return the cards with the results of each setting: a chart, a table and, for a grid, its question and answer."""
     result = runs.results[0]
     title = result.title.capitalize()
-    drawn = [(line, result.name) for line in lines] if result in runs.kind.results else []
+    drawn = [(line, result.key) for line in lines] if result in runs.content.results else []
     chart = curves.curve_chart(title, result.title, drawn) or main_chart(runs.listed[0].facts, lines)
     equal = curves.equal_curves(drawn)
     on_lines = [Verdict("fact", text) for text in ([sentence(equal)] if equal else []) + [*forks]]
@@ -79,7 +79,7 @@ def _list_of_runs(runs: FolderRuns, linked_from: Path | None) -> Section:
     """Return the section with a table of all runs, and of all that their settings differ in."""
     finals = runs.finals
     links = [_link(run.facts.run_dir, runs.folder, linked_from) for run in runs.listed]
-    results = {result.title: finals[result.name].round(3).tolist() for result in runs.results}
+    results = {result.title: finals[result.key].round(3).tolist() for result in runs.results}
     names, labels = [read_label(run.facts.run_dir).name for run in runs.listed], finals["point"].tolist()
     # a setting may have the name of its runs
     named = {"name": names} if any(name not in ("", label) for name, label in zip(names, labels, strict=True)) else {}
@@ -104,12 +104,12 @@ def _left_out(runs: FolderRuns) -> list[Card]:
     return [Card("Which runs are left out?", verdicts)] if verdicts else []
 
 
-def _line(setting: Setting, group: Sequence[OneRun]) -> Curve:
-    config, kind = group[0].facts.config, group[0].facts.kind
+def _line(setting: Setting, group: Sequence[OneRun]) -> Curves:
+    config, content = group[0].facts.config, group[0].facts.content
     score = score_range(config) if isinstance(config, RunConfig) else ANY
     runs = tuple(_curves_after_fork(run) for run in group)
     seeds = runs if 1 < len(runs) < curves.MANY_SEEDS else ()
-    return Curve(setting.short, curves.over_seeds(runs, kind.metrics, score), seeds, setting.whole)
+    return Curves(setting.short, curves.over_seeds(runs, content.metrics, score), seeds, setting.whole)
 
 
 def _curves_after_fork(run: OneRun) -> pd.DataFrame:
@@ -136,7 +136,7 @@ def _means(runs: FolderRuns) -> pd.DataFrame:
         {
             "setting": Html(element("span", escape(point), title=wholes[str(point)] or False)),
             **({"seeds": len(group)} if has_seeds else {}),
-            **{result.title: spread(group[result.name]) for result in runs.results},
+            **{result.title: spread(group[result.key]) for result in runs.results},
         }
         for point, group in finals.groupby("point", sort=False)
     ]

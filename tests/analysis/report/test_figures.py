@@ -13,7 +13,7 @@ import pytest
 from ppo_repro.analysis.html import charts
 from ppo_repro.analysis.html.page import Figure, figure_html
 from ppo_repro.analysis.html.token_data import token_data
-from ppo_repro.analysis.html.token_section import select
+from ppo_repro.analysis.html.token_section import choose_responses
 from ppo_repro.analysis.report.data import metrics
 from ppo_repro.analysis.report.data.page_numbers import FLAG_WORDS, delta_counts, ratio_quantiles, read_page_numbers
 from ppo_repro.analysis.report.data.run_curves import recorded_rows, summary_tables
@@ -77,7 +77,7 @@ def test_the_possible_range_of_scores(reward: str, possible: tuple[float, float]
 def test_a_setting_has_one_colour_on_every_panel_also_where_another_has_no_curve() -> None:
     both = pd.DataFrame({"iteration": [0, 1] * 2, "metric": ["score"] * 2 + ["entropy"] * 2, "value": 0.5})
     both[["low", "high"]] = math.nan
-    drawn = [curves.Curve("first", both[both["metric"] == "score"]), curves.Curve("second", both, (both, both))]
+    drawn = [curves.Curves("first", both[both["metric"] == "score"]), curves.Curves("second", both, (both, both))]
     wanted = [metric for metric in metrics.LEARNING if metric.key in ("score", "entropy")]
     score, entropy = (figure.chart for figure in curves.metric_figures(wanted, drawn))
     assert 'class="line stroke0"' in score
@@ -96,7 +96,7 @@ def test_a_setting_has_one_colour_on_every_panel_also_where_another_has_no_curve
 def test_lines_that_hide_each_other_are_named_below_their_chart() -> None:
     both = pd.DataFrame({"iteration": [0, 1], "metric": ["score"] * 2, "value": [0.5, 0.6], "low": 0.0, "high": 1.0})
     other = both.assign(value=[0.5, 0.7])
-    drawn = [curves.Curve("a", both), curves.Curve("b", other), curves.Curve("c", both.copy())]
+    drawn = [curves.Curves("a", both), curves.Curves("b", other), curves.Curves("c", both.copy())]
     wanted = [metric for metric in metrics.LEARNING if metric.key == "score"]
     (figure,) = curves.metric_figures(wanted, drawn)
     assert figure.caption.endswith("the same line: `a` and `c`.")
@@ -113,7 +113,7 @@ def test_a_coefficient_has_a_figure_if_it_changes_over_a_run(deterministic_run: 
 
     def has_figure(*runs: list[float]) -> bool:
         tables = [iterations.assign(**{column: values}) for values in runs]
-        lines = [curves.Curve("", recorded_rows(t, steps, {}, metrics.OPTIMISATION)) for t in tables]
+        lines = [curves.Curves("", recorded_rows(t, steps, {}, metrics.OPTIMISATION)) for t in tables]
         return title in {figure.title for figure in curves.metric_figures(metrics.OPTIMISATION, lines)}
 
     assert has_figure([0.2, 0.2, 0.4])
@@ -149,7 +149,7 @@ def test_a_scan_agrees_with_what_training_recorded(deterministic_run: Path) -> N
 
 def test_the_token_view_has_what_the_records_have(native_run: Path) -> None:
     facts = read_facts(native_run)
-    data = token_data(native_run, select(read_page_numbers(facts, *summary_tables(facts)).responses, 12))
+    data = token_data(native_run, choose_responses(read_page_numbers(facts, *summary_tables(facts)).responses, 12))
     assert len(data["responses"]) == 12
     keys = [column["key"] for column in data["columns"]]
     assert {"delta", "ratio_0", "ratio_1", "flag_0", "flag_1", "values", "advantages", "ref_kl"} <= set(keys)

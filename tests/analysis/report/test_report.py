@@ -19,7 +19,7 @@ from scipy import stats
 
 from ppo_repro.analysis.html.page import page
 from ppo_repro.analysis.report import build
-from ppo_repro.analysis.report.data.metrics import Titled
+from ppo_repro.analysis.report.data.metrics import Quantity
 from ppo_repro.analysis.report.data.page_numbers import read_page_numbers
 from ppo_repro.analysis.report.data.run_curves import summary_tables
 from ppo_repro.analysis.report.data.run_facts import read_facts
@@ -274,7 +274,7 @@ def test_a_grid_has_its_question_its_settings_and_links(
     assert "grid: 4 runs" in said
 
 
-ACCURACY = Titled("eval_accuracy", "held-out accuracy")
+ACCURACY = Quantity("eval_accuracy", "held-out accuracy")
 SENTENCE = "settings differ from deterministic in held-out accuracy (paired t-tests over 3 seeds"
 
 
@@ -283,7 +283,7 @@ def test_a_grid_says_which_difference_it_could_have_seen(tmp_path: Path) -> None
     results = {"deterministic": [0.5, 0.6, 0.4], "native": [0.52, 0.58, 0.41]}
     finals = pd.DataFrame(
         [(point, seed, value) for point, values in results.items() for seed, value in enumerate(values)],
-        columns=["point", "seed", ACCURACY.name],
+        columns=["point", "seed", ACCURACY.key],
     )
     said = text_of(page("A grid", answer_cards(tmp_path, finals, ACCURACY, "", 1.0), ()))
     assert f"0 of 1 {SENTENCE}" in said
@@ -312,7 +312,7 @@ def test_a_grid_of_two_axes_has_the_main_effect_of_each(tmp_path: Path) -> None:
     pd.DataFrame(rows).to_parquet(tmp_path / "cells.parquet")
     values = [0.1 * (r["axis.lr"] == "high") - 0.2 * (r["axis.kl"] == "on") + 0.01 * r["seed"] ** 2 for r in rows]
     points = [f"{row['axis.lr']}, {row['axis.kl']}" for row in rows]
-    finals = pd.DataFrame({"point": points, "seed": [row["seed"] for row in rows], ACCURACY.name: values})
+    finals = pd.DataFrame({"point": points, "seed": [row["seed"] for row in rows], ACCURACY.key: values})
     found = main_effects(tmp_path, finals, ACCURACY)
     assert found["axis"].tolist() == ["lr", "kl"]
     assert found["difference of"].tolist() == ["high minus low", "on minus off"]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from ppo_repro.analysis.report.data.metrics import ANY, Kind, Titled, score_range
+from ppo_repro.analysis.report.data.metrics import ANY, PageContent, Quantity, score_range
 from ppo_repro.analysis.report.data.run_curves import OneRun, read_run
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.files import MANIFEST, folders_with
@@ -37,7 +37,7 @@ class FolderRuns:
     states: Mapping[Path, str]
     copies: Sequence[tuple[Path, Path]]
     settings: Mapping[Setting, Sequence[OneRun]]
-    results: Sequence[Titled]
+    results: Sequence[Quantity]
     finals: pd.DataFrame
 
     @property
@@ -51,9 +51,9 @@ class FolderRuns:
         return [run for group in self.settings.values() for run in group]
 
     @property
-    def kind(self) -> Kind:
+    def content(self) -> PageContent:
         """Return what the pages of these runs show."""
-        return self.listed[0].facts.kind
+        return self.listed[0].facts.content
 
 
 def read_folder(folder: Path) -> FolderRuns:
@@ -67,8 +67,8 @@ def read_folder(folder: Path) -> FolderRuns:
         raise UserError(f"{folder}: has {' and '.join(sorted(kinds))} runs; give a folder with runs of one kind")
     unique, copies = (complete, []) if (folder / GRID).exists() else _without_copies(complete)
     settings = _settings(folder, [read_run(run_dir) for run_dir in unique])
-    listed = [(run, setting.short) for setting, group in settings.items() for run in group]
-    return FolderRuns(folder, states, copies, settings, *_finals(*zip(*listed, strict=True)))
+    results, finals = _finals(settings)
+    return FolderRuns(folder, states, copies, settings, results, finals)
 
 
 def _runs_below(folder: Path) -> list[Path]:
@@ -92,23 +92,29 @@ def _without_copies(complete: Sequence[Path]) -> tuple[list[Path], list[tuple[Pa
 
 def _settings(folder: Path, runs: Sequence[OneRun]) -> dict[Setting, list[OneRun]]:
     """Return the runs of each setting, named by the labels of the grid's axes, or by the differences of setups."""
-    setting_of_run = settings_of([setup_of(run.facts.run_dir, run.facts.manifest) for run in runs])
-    if (folder / CELLS).exists():
-        cells = read_grid_table(folder / CELLS)
-        axes = axes_of(cells)
-        named = {str(row["run_dir"]): ", ".join(str(row[axis]) for axis in axes) for row in cells.to_dict("records")}
-        paths = [str(run.facts.run_dir.relative_to(folder)) for run in runs]
-        order = {label: k for k, label in enumerate(named.values())}
-        if all(path in named for path in paths) and axes:
-            pairs = sorted(zip(paths, runs, strict=True), key=lambda pair: order[named[pair[0]]])
-            setting_of_run, runs = [Setting(named[path], "") for path, _ in pairs], [run for _, run in pairs]
+    labels, paths = _labels(folder), [str(run.facts.run_dir.relative_to(folder)) for run in runs]
+    if all(path in labels for path in paths):
+        order = {label: k for k, label in enumerate(labels.values())}
+        pairs = sorted(zip(paths, runs, strict=True), key=lambda pair: order[labels[pair[0]]])
+        named = [(Setting(labels[path], ""), run) for path, run in pairs]
+    else:
+        found = settings_of([setup_of(run.facts.run_dir, run.facts.manifest) for run in runs])
+        named = list(zip(found, runs, strict=True))
     settings: dict[Setting, list[OneRun]] = {}
-    for setting, run in zip(setting_of_run, runs, strict=True):
+    for setting, run in named:
         settings.setdefault(setting, []).append(run)
-    named_by = {setting: _renamed(setting, group) for setting, group in settings.items()}
-    if len({setting.short for setting in named_by.values()}) == len(settings):
-        settings = {named_by[setting]: group for setting, group in settings.items()}
-    return settings
+    renamed = {_renamed(setting, group): group for setting, group in settings.items()}
+    return renamed if len({setting.short for setting in renamed}) == len(settings) else settings
+
+
+def _labels(folder: Path) -> dict[str, str]:
+    """Return the labels of a grid's axes for each of its runs, by the path in the folder; {} if it has no axes."""
+    if not (folder / CELLS).exists():
+        return {}
+    cells = read_grid_table(folder / CELLS)
+    axes = axes_of(cells)
+    rows = cells.to_dict("records") if axes else []
+    return {str(row["run_dir"]): ", ".join(str(row[axis]) for axis in axes) for row in rows}
 
 
 def _renamed(setting: Setting, group: Sequence[OneRun]) -> Setting:
@@ -118,38 +124,40 @@ def _renamed(setting: Setting, group: Sequence[OneRun]) -> Setting:
     return Setting(name or setting.short or group[0].facts.config.experiment, setting.whole)
 
 
-def _finals(runs: Sequence[OneRun], labels: Sequence[str]) -> tuple[list[Titled], pd.DataFrame]:
+def _finals(settings: Mapping[Setting, Sequence[OneRun]]) -> tuple[list[Quantity], pd.DataFrame]:
     """Return the final results that all runs have, or else the last mean score or return, and the frame `finals`."""
-    kind, judged = runs[0].facts.kind, all(run.facts.is_judged for run in runs)
+    runs = [run for group in settings.values() for run in group]
+    points = [setting.short for setting, group in settings.items() for _ in group]
+    content, judged = runs[0].facts.content, all(run.facts.is_judged for run in runs)
     results = [
         result
-        for result in kind.results
-        if all(result.name in run.facts.manifest.final for run in runs)
-        and (judged or result.name not in kind.accuracies)
+        for result in content.results
+        if all(result.key in run.facts.manifest.final for run in runs)
+        and (judged or result.key not in content.accuracies)
     ]
-    values = {result.name: [float(run.facts.manifest.final[result.name]) for run in runs] for result in results}
+    values = {result.key: [float(run.facts.manifest.final[result.key]) for run in runs] for result in results}
     if not results:
-        results, column = [kind.last_value], kind.last_value.name
+        results, column = [content.last_value], content.last_value.key
         values = {column: [float(run.iterations[column].iloc[-1]) for run in runs]}
     # scores that are 1 for right answers and 0 for others are accuracies
-    first = values[results[0].name]
-    results = [result for result in results if result == results[0] or values[result.name] != first]
-    columns = {result.name: values[result.name] for result in results}
-    return results, pd.DataFrame({"point": labels, "seed": [run.facts.config.seed for run in runs], **columns})
+    first = values[results[0].key]
+    results = [result for result in results if result == results[0] or values[result.key] != first]
+    columns = {result.key: values[result.key] for result in results}
+    return results, pd.DataFrame({"point": points, "seed": [run.facts.config.seed for run in runs], **columns})
 
 
-def largest_possible(runs: FolderRuns, result: Titled) -> float:
+def largest_possible(runs: FolderRuns, result: Quantity) -> float:
     """Return the largest difference of a result that two runs can have; infinite without a limit."""
-    if "score" not in result.name:
-        low, high = next((m.possible for m in runs.kind.metrics if m.key == result.name and m.possible), ANY)
+    if not result.is_score:
+        low, high = next((m.possible for m in runs.content.metrics if m.key == result.key and m.possible), ANY)
         return high - low
     ends = [score_range(run.facts.config) for run in runs.listed if isinstance(run.facts.config, RunConfig)]
     return max(high for _, high in ends) - min(low for low, _ in ends)
 
 
-def largest_recorded(runs: FolderRuns, result: Titled) -> float:
+def largest_recorded(runs: FolderRuns, result: Quantity) -> float:
     """Return the largest difference of two scores of sampled responses; infinite for a result that is no score."""
-    if "score" not in result.name:
+    if not result.is_score:
         return math.inf
     scores = [
         reader.read_sequences(run.facts.run_dir, iterations=run.facts.manifest.own_iterations, columns=["scores"])

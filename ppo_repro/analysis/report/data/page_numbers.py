@@ -16,7 +16,6 @@ import pandas as pd
 
 from ppo_repro.analysis import parity
 from ppo_repro.analysis.clip_flags import recorded_clipped
-from ppo_repro.analysis.clusters import Floats
 from ppo_repro.analysis.pairs import deltas
 from ppo_repro.analysis.parity import Parity, parity_of
 from ppo_repro.analysis.report.data.run_curves import (
@@ -31,6 +30,7 @@ from ppo_repro.analysis.report.data.run_facts import Facts
 from ppo_repro.records import reader
 from ppo_repro.records.manifest import has_responses
 from ppo_repro.runs.summary import draws_of_records
+from ppo_repro.statistics.clusters import Floats
 from ppo_repro.statistics.draws import NONE, Draws
 
 DELTA_EDGES: Floats = 10.0 ** np.linspace(-9.0, 1.0, 31)  # of |old - rollout|, nats

@@ -11,14 +11,15 @@ from typing import NamedTuple
 import numpy as np
 import pandas as pd
 
-from ppo_repro.analysis import clusters, parity
-from ppo_repro.analysis.clusters import Floats, Ratio
-from ppo_repro.analysis.report.data.metrics import Metric
+from ppo_repro.analysis import parity
+from ppo_repro.analysis.report.data.metrics import Plotted
 from ppo_repro.analysis.report.data.run_facts import Facts, read_facts
 from ppo_repro.config.files import CONTROL
 from ppo_repro.records import reader
 from ppo_repro.records.manifest import has_responses
 from ppo_repro.runs.summary import draws_of_records
+from ppo_repro.statistics import clusters
+from ppo_repro.statistics.clusters import Floats, Ratio
 from ppo_repro.statistics.draws import Draws
 
 SEQUENCES = ["iteration", "sequence", "response_length", "scores", "is_correct"]
@@ -83,9 +84,9 @@ def run_curves(facts: Facts, iterations: pd.DataFrame, steps: pd.DataFrame) -> p
 
 def with_recorded(facts: Facts, sampled: list[Point], iterations: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
     """Return sampled and recorded curves; no accuracies if responses cannot be right or wrong."""
-    recorded = recorded_rows(iterations, steps, facts.manifest.final, facts.kind.metrics)
-    metrics = pd.concat([pd.DataFrame(sampled), recorded], ignore_index=True) if sampled else recorded
-    return metrics if facts.is_judged else metrics[~metrics["metric"].isin(facts.kind.accuracies)]
+    recorded = recorded_rows(iterations, steps, facts.manifest.final, facts.content.metrics)
+    curves = pd.concat([pd.DataFrame(sampled), recorded], ignore_index=True) if sampled else recorded
+    return curves if facts.is_judged else curves[~curves["metric"].isin(facts.content.accuracies)]
 
 
 def read_sampled(facts: Facts, iteration: int) -> tuple[pd.DataFrame, pd.DataFrame]:
@@ -127,7 +128,7 @@ def recorded_rows(
     iterations: pd.DataFrame,
     steps: pd.DataFrame,
     final: Mapping[str, float | int | str],
-    metrics: Sequence[Metric],
+    metrics: Sequence[Plotted],
 ) -> pd.DataFrame:
     """Return the metrics of the tables `iterations` and `steps`, one row per Point.
 
@@ -149,6 +150,13 @@ def recorded_rows(
     filled = [table for table in tables if len(table)]
     columns = list(Point._fields)
     return pd.concat(filled, ignore_index=True)[columns] if filled else pd.DataFrame(columns=columns)
+
+
+def first_and_last(metrics: Sequence[Plotted], curves: pd.DataFrame) -> pd.DataFrame:
+    """Return the first and last value of the metrics' curves: quantity, first, last, unit."""
+    ends = curves.sort_values("iteration").groupby("metric")["value"].agg(["first", "last"])
+    rows = [(m.title, *map(float, ends.loc[m.key]), m.unit) for m in metrics if m.key in ends.index]
+    return pd.DataFrame(rows, columns=["quantity", "first", "last", "unit"])
 
 
 def return_points(iteration: int, returns: Floats) -> list[Point]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pandas as pd
 
-from ppo_repro.analysis.report.data.metrics import KINDS, Kind
+from ppo_repro.analysis.report.data.metrics import CONTENT, PageContent
 from ppo_repro.base.errors import UserError
 from ppo_repro.config.control import ControlConfig
 from ppo_repro.config.dpo import DPOConfig
@@ -66,9 +66,9 @@ class Facts:
         return self.config
 
     @property
-    def kind(self) -> Kind:
+    def content(self) -> PageContent:
         """Return what the pages of this kind of run show."""
-        return KINDS[self.manifest.kind]
+        return CONTENT[self.manifest.kind]
 
 
 def read_facts(run_dir: Path) -> Facts:

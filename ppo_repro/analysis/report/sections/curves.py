@@ -8,18 +8,18 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
-from ppo_repro.analysis.clusters import Floats
 from ppo_repro.analysis.html.charts import Line, Rule, axis_for, legend, line_chart
 from ppo_repro.analysis.html.markup import number
 from ppo_repro.analysis.html.page import Figure, Section
-from ppo_repro.analysis.report.data.metrics import Metric, Range
+from ppo_repro.analysis.report.data.metrics import Plotted, Range
 from ppo_repro.analysis.report.data.run_facts import Facts
 from ppo_repro.analysis.significance import one_sample, t_interval
+from ppo_repro.statistics.clusters import Floats
 
 
 @dataclass(frozen=True)
-class Curve:
-    """Source of one line in every chart of a page: a run, or a setting with several seeds.
+class Curves:
+    """The curves of a run, or of a setting with several seeds: one line in every chart of a page.
 
     `frame` has all metrics: iteration, metric, value, low, high. `seeds` are the frames of single runs, which the
     charts draw as thin lines. `tooltip` is a longer text than `name`.
@@ -34,7 +34,7 @@ class Curve:
 MANY_SEEDS = 5  # charts show fewer seeds one by one
 
 
-def over_seeds(runs: Sequence[pd.DataFrame], metrics: Sequence[Metric], score: Range) -> pd.DataFrame:
+def over_seeds(runs: Sequence[pd.DataFrame], metrics: Sequence[Plotted], score: Range) -> pd.DataFrame:
     """Return the mean over seeds as a frame of curves; an iteration's mean is over the seeds that have the iteration.
 
     low and high are the ends of the 95 % Student interval, clipped to the possible values. With fewer than MANY_SEEDS
@@ -57,12 +57,12 @@ def _rows(frame: pd.DataFrame, metric: str) -> pd.DataFrame:
     return frame[frame["metric"] == metric].sort_values("iteration")
 
 
-def informative(wanted: Sequence[Metric], curves: Sequence[Curve]) -> list[Metric]:
+def informative(wanted: Sequence[Plotted], curves: Sequence[Curves]) -> list[Plotted]:
     """Return the metrics without accuracies that equal their score, and without settings that never change."""
     return [metric for metric in wanted if _is_informative(metric, curves)]
 
 
-def _is_informative(metric: Metric, curves: Sequence[Curve]) -> bool:
+def _is_informative(metric: Plotted, curves: Sequence[Curves]) -> bool:
     values, scores = (
         [curve.frame.loc[curve.frame["metric"] == name, "value"].to_numpy(np.float64) for curve in curves]
         for name in (metric.key, metric.accuracy_of)
@@ -73,7 +73,7 @@ def _is_informative(metric: Metric, curves: Sequence[Curve]) -> bool:
 
 
 def metric_figures(
-    wanted: Sequence[Metric], curves: Sequence[Curve], band: str = "", forked_at: int | None = None
+    wanted: Sequence[Plotted], curves: Sequence[Curves], band: str = "", forked_at: int | None = None
 ) -> list[Figure]:
     """Return one figure per metric, with a line for each curve that has the metric, and no names of the lines.
 
@@ -96,7 +96,7 @@ def metric_figures(
     return figures
 
 
-def step_figure(metric: Metric, steps: pd.DataFrame) -> Figure:
+def step_figure(metric: Plotted, steps: pd.DataFrame) -> Figure:
     """Return the figure of a metric of the table `steps` by step, not by iteration."""
     at, values = np.arange(len(steps), dtype=np.float64), steps[metric.key].to_numpy(np.float64)
     alt = f"{metric.title} by step: {number(float(values[0]))} to {number(float(values[-1]))}."
@@ -105,7 +105,7 @@ def step_figure(metric: Metric, steps: pd.DataFrame) -> Figure:
     return Figure(metric.title, chart, f"{metric.caption}.", numbers)
 
 
-def equal_curves(drawn: Sequence[tuple[Curve, str]]) -> str:
+def equal_curves(drawn: Sequence[tuple[Curves, str]]) -> str:
     """Return which curves have the same values, so that one hides the other; "" if none do."""
     groups: dict[tuple[bytes, bytes], list[str]] = {}
     for curve, metric in drawn:
@@ -119,7 +119,7 @@ def equal_curves(drawn: Sequence[tuple[Curve, str]]) -> str:
 def curve_chart(
     title: str,
     unit: str,
-    drawn: Sequence[tuple[Curve, str]],
+    drawn: Sequence[tuple[Curves, str]],
     forked_at: int | None = None,
     has_legend: bool = True,
 ) -> str:
@@ -145,27 +145,27 @@ def curve_chart(
     return line_chart(lines, x, axis_for(unit, ranges), f"{title} by iteration. {ends}.", rules, has_legend)
 
 
-def run_chart(facts: Facts, metrics: pd.DataFrame) -> str:
+def run_chart(facts: Facts, curves: pd.DataFrame) -> str:
     """Return the chart of the first screen from the curves of a run."""
-    lines = facts.kind.first_chart
-    drawn, unit = [(Curve(line.name, metrics), line.metric) for line in lines], lines[-1].unit
+    lines = facts.content.first_chart
+    drawn, unit = [(Curves(line.label, curves), line.key) for line in lines], lines[-1].title
     return curve_chart(unit.capitalize(), unit, drawn, facts.forked_at)
 
 
-def main_chart(facts: Facts, curves: Sequence[Curve]) -> str:
+def main_chart(facts: Facts, curves: Sequence[Curves]) -> str:
     """Return a chart with the evaluated curve of each run, or with the sampled curve if nothing was evaluated."""
-    for line in facts.kind.first_chart:
-        if any((curve.frame["metric"] == line.metric).any() for curve in curves):
-            return curve_chart(line.unit.capitalize(), line.unit, [(curve, line.metric) for curve in curves])
+    for line in facts.content.first_chart:
+        if any((curve.frame["metric"] == line.key).any() for curve in curves):
+            return curve_chart(line.title.capitalize(), line.title, [(curve, line.key) for curve in curves])
     return ""
 
 
-def curve_sections(facts: Facts, lines: Sequence[Curve], notes: Sequence[str], band: str) -> list[Section]:
+def curve_sections(facts: Facts, lines: Sequence[Curves], notes: Sequence[str], band: str) -> list[Section]:
     """Return the sections Learning and Optimisation: figures of `lines` below `notes`; `band` explains the bands."""
-    kind, names = facts.kind, legend([line.name for line in lines])
+    content, names = facts.content, legend([line.name for line in lines])
     return [
-        Section("learning", "Learning", notes, metric_figures(kind.learning, lines, band), legend=names),
-        Section("optimisation", "Optimisation", notes, metric_figures(kind.optimisation, lines, band), legend=names),
+        Section("learning", "Learning", notes, metric_figures(content.learning, lines, band), legend=names),
+        Section("optimisation", "Optimisation", notes, metric_figures(content.optimisation, lines, band), legend=names),
     ]
 
 

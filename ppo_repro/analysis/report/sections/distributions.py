@@ -8,10 +8,10 @@ from itertools import pairwise
 import numpy as np
 import pandas as pd
 
-from ppo_repro.analysis.clusters import Floats
 from ppo_repro.analysis.html.charts import Axis, axis_for, bar_chart
 from ppo_repro.analysis.html.markup import number
 from ppo_repro.analysis.html.page import Figure
+from ppo_repro.statistics.clusters import Floats
 
 MAX_VALUES = 12  # with at most this many different values, each value has a bar
 BINS = 24

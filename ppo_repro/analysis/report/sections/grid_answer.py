@@ -11,7 +11,7 @@ import pandas as pd
 from ppo_repro.analysis.grid_table import comparisons, with_half_width
 from ppo_repro.analysis.html.markup import number, table
 from ppo_repro.analysis.html.page import Card, Verdict, scrolled
-from ppo_repro.analysis.report.data.metrics import Titled
+from ppo_repro.analysis.report.data.metrics import Quantity
 from ppo_repro.analysis.report.sections.curves import MANY_SEEDS
 from ppo_repro.analysis.significance import detectable, holm
 from ppo_repro.config.files import read_tree
@@ -19,7 +19,7 @@ from ppo_repro.records.grid import CELLS, GRID, axes_of, read_grid_table
 
 
 def answer_cards(
-    folder: Path, finals: pd.DataFrame, result: Titled, chart: str, possible: float, recorded: float = math.inf
+    folder: Path, finals: pd.DataFrame, result: Quantity, chart: str, possible: float, recorded: float = math.inf
 ) -> list[Card]:
     """Return the cards of a grid: question and expectation, answer, and the tables of differences if there are any.
 
@@ -49,7 +49,7 @@ def answer_cards(
     return cards
 
 
-def main_effects(folder: Path, finals: pd.DataFrame, result: Titled) -> pd.DataFrame:
+def main_effects(folder: Path, finals: pd.DataFrame, result: Quantity) -> pd.DataFrame:
     """Return the differences of an axis's labels from its first label, averaged over the other axes, paired by seed.
 
     Empty for a grid with one axis. An axis whose labels do not have the same settings of the other axes is left out.
@@ -67,9 +67,9 @@ def main_effects(folder: Path, finals: pd.DataFrame, result: Titled) -> pd.DataF
         others = joined[[name for name in axes if name != axis]].agg(", ".join, axis=1)
         if others.groupby(joined[axis]).apply(lambda names: tuple(sorted(names))).nunique() > 1:
             continue
-        means = pd.DataFrame(joined.groupby([axis, "seed"], as_index=False, sort=False)[result.name].mean())
+        means = pd.DataFrame(joined.groupby([axis, "seed"], as_index=False, sort=False)[result.key].mean())
         first = str(means[axis].iloc[0])
-        compared = comparisons(means.rename(columns={axis: "point"}), result.name, first)
+        compared = comparisons(means.rename(columns={axis: "point"}), result.key, first)
         compared_axes.append(compared.assign(axis=axis.removeprefix("axis."), first=first))
     rows = pd.concat(compared_axes) if compared_axes else pd.DataFrame(columns=["p_value"])
     if rows.empty:
@@ -95,17 +95,17 @@ def _columns(compared: pd.DataFrame, name: str) -> dict[str, list[str]]:
 
 
 def _answer(
-    finals: pd.DataFrame, result: Titled, possible: float, largest: float
+    finals: pd.DataFrame, result: Quantity, possible: float, largest: float
 ) -> tuple[list[Verdict], pd.DataFrame]:
     """Return sentences about the differences from the first setting, and the table of all differences."""
     points = [str(point) for point in finals["point"].unique()]
     seeds = finals.groupby("point")["seed"].apply(frozenset)
     if len(points) < 2:
-        return [Verdict("fact", f"There is one setting: {result.title} {spread(finals[result.name])}.")], pd.DataFrame()
+        return [Verdict("fact", f"There is one setting: {result.title} {spread(finals[result.key])}.")], pd.DataFrame()
     if seeds.nunique() > 1 or len(seeds.iloc[0]) < 2:
         text = "No differences with intervals: they need the same seeds, at least two, in every setting."
         return [Verdict("fact", text)], pd.DataFrame()
-    compared, count = comparisons(finals, result.name, points[0]), len(seeds.iloc[0])
+    compared, count = comparisons(finals, result.key, points[0]), len(seeds.iloc[0])
     compared[["ci_lo", "ci_hi"]] = compared[["ci_lo", "ci_hi"]].clip(-possible, possible)
     is_clear = compared["p_holm"] < 0.05
     differing = [
@@ -117,7 +117,7 @@ def _answer(
     ]
     test = f"paired t-tests over {count} seeds, Holm's correction, p below 0.05"
     answer = f"{is_clear.sum()} of {len(compared)} settings differ from `{points[0]}` in {result.title} ({test})."
-    detected = _detectable(finals, result.name, points)
+    detected = _detectable(finals, result.key, points)
     undetected = float(pd.Series(detected)[~is_clear].max())
     if undetected > largest:
         answer += (

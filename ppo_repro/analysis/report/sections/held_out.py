@@ -57,10 +57,10 @@ def _held_out(rows: pd.DataFrame, facts: Facts) -> str:
         "response": [shortened(text) for text in shown["response"]],
         "score": shown["scores"].astype("float64").tolist(),
     }
-    return card(str(rows["prompt"].iloc[0]), str(rows["answer"].iloc[0]), pd.DataFrame(moments))
+    return prompt_table(str(rows["prompt"].iloc[0]), str(rows["answer"].iloc[0]), pd.DataFrame(moments))
 
 
-def card(prompt: str, answer: str, moments: pd.DataFrame) -> str:
+def prompt_table(prompt: str, answer: str, moments: pd.DataFrame) -> str:
     """Return a prompt with its answer as HTML, above a table of moments (or runs) with response and score."""
     wanted = f" → {shortened(answer)}" if answer else ""
     return scrolled(table(moments, f"{shortened(prompt)}{wanted}"), "card")

@@ -14,13 +14,14 @@ import pandas as pd
 from ppo_repro.analysis.html.charts import Axis, Line, axis_for, bar_chart, line_chart
 from ppo_repro.analysis.html.markup import number
 from ppo_repro.analysis.html.page import Figure, Section, Verdict
-from ppo_repro.analysis.mismatch import Measured, measure, tables
+from ppo_repro.analysis.mismatch import IterationMismatch, mismatch_by_iteration, mismatch_table
 from ppo_repro.analysis.mismatch_buckets import bucket_table
 from ppo_repro.analysis.pairs import LAG, ROUTE, ROUTES, TURN, run_evidence
 from ppo_repro.analysis.report.data.page_numbers import DELTA_EDGES, Counts
 from ppo_repro.analysis.report.data.run_facts import Facts
+from ppo_repro.statistics.mismatch import with_mismatch
 from ppo_repro.testing.diagnosis import diagnose_sums
-from ppo_repro.testing.evidence import MismatchSums, mismatch_sums
+from ppo_repro.testing.evidence import PatternSums, pattern_sums
 
 
 class BucketFigure(NamedTuple):
@@ -61,13 +62,13 @@ def cause_of(facts: Facts) -> tuple[list[Verdict], list[Figure]]:
 
     This reads the run once more, because only a run with unequal log-probs needs the other columns.
     """
-    measured, sums = list[Measured](), list[MismatchSums]()
+    measured, patterns = list[IterationMismatch](), list[PatternSums]()
     for pairs in run_evidence(facts.run_dir, allow_incomplete=True):
-        measured += measure([pairs])
-        sums.append(mismatch_sums(pairs))
-    update, buckets = tables(measured).update, bucket_table([part.buckets for part in measured])
-    divergences = update[update["metric"].isin(["k1", "k3"]) & (update["reduction"] == "token_mean")]
-    cause = diagnose_sums(sums)
+        measured += mismatch_by_iteration([pairs])
+        patterns.append(pattern_sums(with_mismatch(pairs)))
+    metrics, buckets = mismatch_table(measured), bucket_table([part.buckets for part in measured])
+    divergences = metrics[metrics["metric"].isin(["k1", "k3"]) & (metrics["reduction"] == "token_mean")]
+    cause = diagnose_sums([part.sums for part in measured], patterns)
     untested = f"; not tested: {', '.join(cause.untested)}" if cause.untested else ""
     text = f"Cause of the difference: {cause.verdict}{untested} (tier {cause.tier}).".replace("_", " ")
     drawn = [bucket_figure(filled_buckets(buckets, kind), kind) for kind in BUCKETS if (buckets["kind"] == kind).any()]

@@ -32,18 +32,25 @@ def origin(facts: Facts) -> list[Verdict]:
 
 def learning(facts: Facts, iterations: pd.DataFrame) -> list[Verdict]:
     """Return sentences about the changes of accuracy, score and KL, or of returns."""
-    if isinstance(facts.config, ControlConfig):
-        means = iterations["episode_return_mean"].dropna()
-        verdicts = []
-        if iterations["eval_return"].notna().any():
-            name = f"Mean return of {facts.config.evaluation.episodes} whole episodes"
-            verdicts.append(_evaluated(facts, iterations, "eval_return", name, "likeliest actions"))
-        if len(means):
-            ends = f"{number(float(means.iloc[0]), 4)} at first, {number(float(means.iloc[-1]), 4)} at last"
-            verdicts.append(Verdict("fact", f"Mean return of the training episodes that ended: {ends}."))
-        return verdicts
-    assert isinstance(facts.config, RunConfig)
-    config = facts.config
+    config = facts.ppo
+    if isinstance(config, ControlConfig):
+        return _changes_of_returns(facts, config, iterations)
+    return _changes_of_scores(facts, config, iterations)
+
+
+def _changes_of_returns(facts: Facts, config: ControlConfig, iterations: pd.DataFrame) -> list[Verdict]:
+    means = iterations["episode_return_mean"].dropna()
+    verdicts = []
+    if iterations["eval_return"].notna().any():
+        name = f"Mean return of {config.evaluation.episodes} whole episodes"
+        verdicts.append(_evaluated(facts, iterations, "eval_return", name, "likeliest actions"))
+    if len(means):
+        ends = f"{number(float(means.iloc[0]), 4)} at first, {number(float(means.iloc[-1]), 4)} at last"
+        verdicts.append(Verdict("fact", f"Mean return of the training episodes that ended: {ends}."))
+    return verdicts
+
+
+def _changes_of_scores(facts: Facts, config: RunConfig, iterations: pd.DataFrame) -> list[Verdict]:
     measured = [("eval_accuracy", "Held-out accuracy")] if facts.is_judged else []
     if not measured or any(term.kind != "exact_match" for term in config.reward.terms):
         measured.insert(0, ("eval_score", "Held-out score"))
@@ -75,7 +82,7 @@ def _evaluated(facts: Facts, iterations: pd.DataFrame, column: str, name: str, h
 
 def on_policy(facts: Facts, counted: Parity, draws: Draws) -> list[Verdict]:
     """Return sentences about the agreement of sampler and trainer: log-probs, ratios, values and draws."""
-    config, unit = facts.ppo, facts.kind.token_unit
+    config, unit = facts.ppo, facts.content.token_unit
     anchor = "rollout" if isinstance(config, ControlConfig) else config.ppo.ratio_anchor
     has_ratios = isinstance(config, ControlConfig) or config.ppo.objective.kind != "policy_gradient"
     has_values = isinstance(config, ControlConfig) or config.value.kind != "none"

@@ -16,12 +16,12 @@ import numpy.typing as npt
 import pandas as pd
 from scipy import stats
 
-from ppo_repro.analysis.clusters import segment_sums
 from ppo_repro.analysis.pairs import chosen_iterations
 from ppo_repro.base.errors import UserError
 from ppo_repro.records import reader
 from ppo_repro.records.manifest import Manifest, require_responses
 from ppo_repro.statistics.bits import unequal_bits
+from ppo_repro.statistics.clusters import segment_sums
 
 COLUMNS = ("old_logprobs", "rollout_logprobs", "ref_logprobs")
 _KEY = ["sequence", "position"]

@@ -88,8 +88,13 @@ def log_bins(values: Floats) -> Ints:
     return np.asarray(np.asarray(values, np.float64).view(np.int64) >> _BITS_DROPPED, np.int64)
 
 
+def bin_counts(values: Floats) -> pd.Series:
+    """Return how many of the numbers are in each bin of `log_bins`, by bin in ascending order."""
+    return pd.Series(log_bins(values)).value_counts().sort_index()
+
+
 def quantile(counts: pd.Series, q: float) -> float:
-    """Return the q-quantile of numbers from their counts in `log_bins`, by bin in ascending order.
+    """Return the q-quantile of numbers from their `bin_counts`.
 
     The q-quantile is the smallest number that at least ceil(q n) of the n numbers do not exceed. The relative error is
     at most 2**-8; 0 is exact. NaN without numbers.

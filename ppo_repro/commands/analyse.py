@@ -31,7 +31,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def analyse_command(arguments: argparse.Namespace) -> int:
     """Print an analysis of recorded runs: mismatch, clipping, tokenization, compare, table, figure."""
     analysis = import_module(f"ppo_repro.commands.analyses.{arguments.name}")
-    parser = Parser(prog=f"ppo-repro analyse {arguments.name}", description=ANALYSES[arguments.name])
+    parser = Parser(prog="ppo-repro analyse " + arguments.name, description=ANALYSES[arguments.name])
     analysis.add_options(parser.add_argument)
     parser.add_argument("--json", action="store_true", help=JSON)
     try:

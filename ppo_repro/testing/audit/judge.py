@@ -51,7 +51,7 @@ def judged(stack: StackModel, recorded: Sequence[RecordedSide]) -> list[JudgedSi
 
 def _of_its_order(side: JudgedSide) -> JudgedSide:
     order = ", each cut of all tokens" if side.definition == EACH_CUT_OF_ALL else ""
-    return replace(side, verdict=OfItsOrder(f"{side.definition.words}{order}"))
+    return replace(side, verdict=OfItsOrder(cause=f"{side.definition.words}{order}"))
 
 
 def _distance(model: PreTrainedModel, side: RecordedSide) -> Distance:
@@ -69,7 +69,7 @@ def _distance(model: PreTrainedModel, side: RecordedSide) -> Distance:
 def _right(side: RecordedSide, distance: Distance) -> JudgedSide:
     """Return the verdict about a side whose log-probs are right; tokens without a log-prob make it wrong."""
     gaps = _missing_or_zero(side.numbers)
-    verdict = Explained(gaps.words, gaps.advice) if gaps.count else Right()
+    verdict = Explained(cause=gaps.words, advice=gaps.advice) if gaps.count else Right()
     return JudgedSide(side.name, side.definition, distance, gaps.count, verdict)
 
 
@@ -104,7 +104,7 @@ def _unknown(side: RecordedSide, wrong: WrongSide, gaps: Gaps) -> Unknown:
     """Return the verdict that describes the numbers of a side, and their errors."""
     why = gaps.words or impossible(_counted(side.numbers).float().numpy())
     found = facts(side.responses, side.numbers, wrong.tolerance)
-    return Unknown(gaps.advice, (*filter(None, [why]), *of_format(wrong.stored), *found))
+    return Unknown(advice=gaps.advice, known=(*filter(None, [why]), *of_format(wrong.stored), *found))
 
 
 # tokens without a log-prob

@@ -42,17 +42,7 @@ def load_model(option: str, folder: Path, device: str) -> PreTrainedModel:
             output_loading_info=True,
             **FROM_DISK,
         )
-    for name in sorted(report["missing_keys"]):  # transformers fills them with random numbers
-        raise UserError(f"{where}: has no tensor {name}; save the model again")
-    for name in sorted(report["unexpected_keys"]):
-        if not NOT_WEIGHTS.search(name):
-            raise UserError(
-                f"{where}: has the tensor {name}, which {type(model).__name__} of transformers does not use, so there "
-                "is no verdict; take the class that the weights were trained with, or remove the tensor"
-            )
-    for name, parameter in model.named_parameters():
-        if not bool(torch.isfinite(parameter).all()):
-            raise UserError(f"{where}: tensor {name} has numbers that are not finite; restore it")
+    _check_tensors(model, report, where)
     model.config.pad_token_id = None  # a prompt may hold it, of which transformers would warn
     with reading(where):  # a value may be wrong only where it is used
         _check_computed(model.eval(), where)
@@ -60,9 +50,27 @@ def load_model(option: str, folder: Path, device: str) -> PreTrainedModel:
     return model.to(device)
 
 
+def _check_tensors(model: PreTrainedModel, report: Mapping[str, Any], where: str) -> None:
+    """Raise UserError for tensors that the folder lacks, or that the model does not use, or that are not finite."""
+    missing = sorted(report["missing_keys"])  # transformers fills them with random numbers
+    if missing:
+        raise UserError(f"{where}: has no tensor {missing[0]}; save the model again")
+    unused = sorted(name for name in report["unexpected_keys"] if not NOT_WEIGHTS.search(name))
+    if unused:
+        raise UserError(
+            f"{where}: has the tensor {unused[0]}, which {type(model).__name__} of transformers does not use, so there "
+            "is no verdict; take the class that the weights were trained with, or remove the tensor"
+        )
+    broken = [name for name, parameter in model.named_parameters() if not bool(torch.isfinite(parameter).all())]
+    if broken:
+        raise UserError(f"{where}: tensor {broken[0]} has numbers that are not finite; restore it")
+
+
 def _check_computed(model: PreTrainedModel, where: str) -> None:
     """Raise UserError for options of config.json that the model's code ignores."""
-    for field, value in not_computed(model).items():
+    ignored = not_computed(model)
+    if ignored:
+        field, value = next(iter(ignored.items()))
         raise UserError(
             f"{where}: config.json has {field} = {value}, which {type(model).__name__} of transformers does not "
             "compute, so there is no verdict; take the class that the weights were trained with"

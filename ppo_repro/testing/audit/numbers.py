@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -33,6 +33,12 @@ class Numbers:
     def to(self, device: torch.device) -> Numbers:
         """Return the numbers on a device."""
         return Numbers(*(x.to(device) for x in (self.recorded, self.usable, self.counts, self.reference)))
+
+
+def numbers_of(recorded: Tensor, counts: Tensor, right: Tensor) -> Numbers:
+    """Return the numbers of a response; a 0 of a token that is not sure is unusable."""
+    found = Numbers(recorded, counts & recorded.isfinite(), counts, right)
+    return replace(found, usable=found.usable & ~found.unlikely_zeros)
 
 
 @dataclass(frozen=True)

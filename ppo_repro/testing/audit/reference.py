@@ -48,7 +48,7 @@ def references_of(
     sizes = [len(r.response_ids) for r in responses]
     first = [i for i, size in enumerate(accumulate(sizes)) if i == 0 or size <= limits.FLOOR_TOKENS]
     with float64(model):
-        wide = logprobs_by(model, responses, sampling, definitions, tallies)
+        wide = logprobs_by(model, responses, sampling, definitions, is_wide=True, tallies=tallies)
     stock = logprobs_by(model, [responses[i] for i in first], sampling, definitions)
     references = {}
     for definition in definitions:
@@ -90,11 +90,15 @@ def logprobs_by(
     responses: Sequence[DumpedResponse],
     sampling: StackSampling,
     definitions: Sequence[Definition],
+    is_wide: bool = False,
     tallies: Mapping[Definition, Tally] | None = None,
 ) -> dict[Definition, list[Tensor]]:
-    """Return the log-probs [n] float64 of each response by each definition; with `tallies` the model is in float64."""
+    """Return the log-probs [n] float64 of each response by each definition, and add its tokens to the tallies.
+
+    `is_wide` says whether the model is in float64.
+    """
     found: dict[Definition, list[list[Tensor]]] = {d: [[] for _ in responses] for d in definitions}
-    for i, chunk in chunks_of(model, responses, sampling, tallies is not None):
+    for i, chunk in chunks_of(model, responses, sampling, is_wide):
         for definition in definitions:
             found[definition][i].append(definition.target_logprobs(chunk).cpu())
             if tallies and definition in tallies:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from ppo_repro.testing.audit.audit import Audit
 from ppo_repro.testing.audit.distributions import TEMPERED
 from ppo_repro.testing.audit.search.hypothesis import Hypothesis
-from ppo_repro.testing.audit.verdict import Explained, JudgedSide, OfItsOrder, Right, Unknown, Verdict
+from ppo_repro.testing.audit.verdict import JudgedSide, OfItsOrder, Unknown
 
 
 def verdict(found: Audit) -> str:
@@ -36,7 +35,7 @@ def lines(found: Audit, skipped: int = 0, is_limited: bool = False) -> list[str]
         f"{found.floor:.2g} nats (rms) from the model in float64",
         *(_sentence(side, found.responses) for side in sides),
         *(f"{side.name}: {t.left:.2g} nats (rms) are left by: {t.words}" for side in sides for t in side.tried),
-        *(f"{side.name}: {advice}" for side in sides if (advice := _said(side.verdict).advice)),
+        *(f"{side.name}: {advice}" for side in sides if (advice := side.verdict.advice)),
         *_drawn(found),
         f"verdict: {verdict(found)}",
     ]
@@ -69,7 +68,7 @@ def as_fields(found: Audit, skipped: int = 0) -> dict[str, Any]:
 
 def side_fields(side: JudgedSide) -> dict[str, Any]:
     """Return the verdict about a side as fields of JSON."""
-    said = _said(side.verdict)
+    said = side.verdict
     return {
         "name": side.name,
         "definition": side.definition.words,
@@ -87,32 +86,6 @@ def side_fields(side: JudgedSide) -> dict[str, Any]:
         "tried": [_hypothesis_fields(t, t in side.best) for t in side.tried],
         "temperature": side.temperature,
     }
-
-
-@dataclass(frozen=True)
-class Said:
-    """What a verdict says: in fields of JSON `state`, `cause` and `known`, in a printed line `reasons`."""
-
-    state: str
-    cause: str = ""
-    reasons: tuple[str, ...] = ()
-    advice: str = ""
-    left: float | None = None  # rms of what the cause leaves, nats; None: the whole distance
-    known: tuple[str, ...] = ()
-
-
-def _said(verdict: Verdict) -> Said:
-    match verdict:
-        case Right():
-            return Said("right")
-        case OfItsOrder(order):
-            return Said("of its own order", order)
-        case Explained(cause, advice, left, known):
-            reasons = (cause,) if left is None else (cause, f"that leaves {left:.2g} nats")
-            return Said("explained", cause, reasons, advice, left, known)
-        case Unknown(advice, known):
-            reasons = (f"the cause is unknown{': ' * bool(known)}{'; '.join(known)}",)
-            return Said("unknown", "unknown", reasons, advice, known=known)
 
 
 def _hypothesis_fields(t: Hypothesis, is_best: bool) -> dict[str, Any]:
@@ -141,12 +114,12 @@ def _draw_fields(found: Audit) -> dict[str, Any]:
 
 
 def _sentence(side: JudgedSide, responses: int) -> str:
-    distance, said = side.distance, _said(side.verdict)
+    distance, said = side.distance, side.verdict
     found = f"{distance.rms:.2g} nats (rms) from the model in float64"
-    if isinstance(side.verdict, OfItsOrder):
+    if isinstance(said, OfItsOrder):
         return f"{side.name} is {said.cause}; {found}"
     wrong = len(distance.wrong_responses)
-    is_said = said.state == "unknown" or not 0 < wrong < responses  # the known facts say in which responses
+    is_said = isinstance(said, Unknown) or not 0 < wrong < responses  # the known facts say in which responses
     where = "" if is_said else f", in {wrong} of {responses} responses"
     definition = "" if side.definition == TEMPERED else f" (log-probs judged as {side.definition.words})"
     parts = [f"{found}{where}{definition}"] if distance.tokens else []

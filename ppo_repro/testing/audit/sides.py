@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from ppo_repro.testing.audit import limits
 from ppo_repro.testing.audit.distributions import RAW, TEMPERED, Definition
 from ppo_repro.testing.audit.measure import rms
-from ppo_repro.testing.audit.numbers import Numbers
+from ppo_repro.testing.audit.numbers import Numbers, numbers_of
 from ppo_repro.testing.audit.reference import Reference, logprobs_by
 from ppo_repro.testing.audit.stack import StackSampling
 from ppo_repro.testing.dumps import DumpedResponse
@@ -33,13 +33,12 @@ class RecordedSide:
 
     @cached_property
     def numbers(self) -> list[Numbers]:
-        """Return the recorded and right log-probs of each response; a 0 of a token that is not sure is unusable."""
-        found = []
-        for r, right in zip(self.responses, self.reference.logprobs, strict=True):
-            recorded, counts = torch.tensor(getattr(r, self.name)).double(), torch.tensor(r.counts)
-            is_empty = ~recorded.isfinite() | ((recorded == 0) & (right < math.log(limits.SURE)))
-            found.append(Numbers(recorded, counts & ~is_empty, counts, right))
-        return found
+        """Return the recorded and right log-probs of each response."""
+        pairs = zip(self.responses, self.reference.logprobs, strict=True)
+        return [
+            numbers_of(torch.tensor(getattr(r, self.name)).double(), torch.tensor(r.counts), right)
+            for r, right in pairs
+        ]
 
     @cached_property
     def errors(self) -> list[Tensor]:

@@ -3,42 +3,68 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from ppo_repro.testing.audit.distributions import Definition
 from ppo_repro.testing.audit.search.hypothesis import Hypothesis
 
 
-@dataclass(frozen=True)
-class Right:
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What is said about a side: in JSON as `state`, `cause`, `advice`, `left` and `known`."""
+
+    state: ClassVar[str]
+    cause: str = ""
+    advice: str = ""
+    left: float | None = None  # rms of what the cause leaves on the tried tokens, nats; None: the whole distance
+    known: tuple[str, ...] = ()  # sentences about the numbers and their errors
+
+    @property
+    def reasons(self) -> list[str]:
+        """Return what is printed after the distance."""
+        return []
+
+
+@dataclass(frozen=True, kw_only=True)
+class Right(Verdict):
     """The log-probs are right."""
 
+    state = "right"
 
-@dataclass(frozen=True)
-class OfItsOrder:
+
+@dataclass(frozen=True, kw_only=True)
+class OfItsOrder(Verdict):
     """The log-probs are right for one order of cuts, and the other side's log-probs are right for another order."""
 
-    order: str  # in words
+    state = "of its own order"
+    cause: str  # the order
 
 
-@dataclass(frozen=True)
-class Explained:
+@dataclass(frozen=True, kw_only=True)
+class Explained(Verdict):
     """The log-probs are wrong, or some are missing, and the audit knows why."""
 
+    state = "explained"
     cause: str
     advice: str
-    left: float | None = None  # rms of what the cause leaves on the tried tokens, nats; None if some are only missing
-    known: tuple[str, ...] = ()  # sentences about the numbers
+
+    @property
+    def reasons(self) -> list[str]:
+        """Return the cause, and what it leaves of the errors."""
+        return [self.cause] if self.left is None else [self.cause, f"that leaves {self.left:.2g} nats"]
 
 
-@dataclass(frozen=True)
-class Unknown:
-    """The log-probs are wrong, and the audit does not know why."""
+@dataclass(frozen=True, kw_only=True)
+class Unknown(Verdict):
+    """The log-probs are wrong, and the audit does not know why. The advice is about missing log-probs."""
 
-    advice: str  # about missing log-probs, "" if none is missing
-    known: tuple[str, ...]  # sentences about the numbers and their errors
+    state = "unknown"
+    cause: str = "unknown"
 
-
-Verdict = Right | OfItsOrder | Explained | Unknown
+    @property
+    def reasons(self) -> list[str]:
+        """Return that the cause is unknown, and what is known."""
+        return [f"the cause is unknown{': ' * bool(self.known)}{'; '.join(self.known)}"]
 
 
 @dataclass(frozen=True)

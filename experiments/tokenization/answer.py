@@ -44,7 +44,7 @@ def tables(results: pd.DataFrame) -> list[pd.DataFrame]:
 
 
 def figure(results: pd.DataFrame) -> Axes:
-    return figures.by_setting(results.assign(point=settings(results)["setting"]), MEASURE)
+    return figures.settings_figure(results.assign(point=settings(results)["setting"]), MEASURE)
 
 
 if __name__ == "__main__":

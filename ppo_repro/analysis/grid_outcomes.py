@@ -75,6 +75,8 @@ def clip_shares_of_cell(run_dir: Path) -> ClipShares:
     if the objective clips nothing, as `cispo`. Your own objective has no known band, so `outside` is NaN; `removed` is
     NaN if the objective does not say which tokens it cut.
     """
+    # not by `clipping.over_all_steps`, which refuses an objective that does not clip each token's ratio; the settings
+    # of a grid may have any objective, so these shares count what the run recorded
     recorded, ppo = reader.open_manifest(run_dir), load_recorded_config(run_dir).ppo
     computed = own_iterations(run_dir, recorded, None)
     columns = ["iteration", "clip_range"]

@@ -11,8 +11,8 @@ import pandas as pd
 
 from experiments.answers import Columns, outcome, settings_table, study
 from ppo_repro.analysis import figures
-from ppo_repro.analysis.recorded_tokenizer import recorded_tokenizer
-from ppo_repro.analysis.tokenization import drift_by_iteration
+from ppo_repro.analysis.tokenization.recorded_tokenizer import recorded_tokenizer
+from ppo_repro.analysis.tokenization.tables import drift_by_iteration
 from ppo_repro.records import reader
 
 if TYPE_CHECKING:

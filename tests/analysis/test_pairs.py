@@ -28,7 +28,7 @@ from ppo_repro.analysis.pairs import (
 from ppo_repro.analysis.report.data.page_numbers import read_page_numbers
 from ppo_repro.analysis.report.data.run_curves import summary_tables
 from ppo_repro.analysis.report.data.run_facts import read_facts
-from ppo_repro.analysis.tokenization import summary_by_iteration
+from ppo_repro.analysis.tokenization.tables import summary_by_iteration
 from ppo_repro.records import manifest, reader
 from ppo_repro.testing.pairs import KEY, PAIR
 from tests.support.synthetic_run import bits

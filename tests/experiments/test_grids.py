@@ -76,6 +76,8 @@ def test_the_rank_correlation_is_of_the_settings_and_its_interval_of_the_seeds()
     # one seed alone: ranks 1, 2, 3 give -1; the other alone: 2, 1, 3 give -0.5
     assert (rank.low, rank.high) == (pytest.approx(-1.0), pytest.approx(-0.5))
     assert math.isnan(rank_correlation(found, "removed", "accuracy").value)
+    # seed 1 of x, y, z and seed 2 of z, y, x
+    assert rank_correlation(found.iloc[[0, 2, 4, 5, 3, 1]], "outside", "accuracy") == rank
 
 
 @pytest.mark.parametrize("share", [0.5, math.nan])

@@ -34,7 +34,7 @@ from ppo_repro.statistics.clusters import Floats
 from ppo_repro.statistics.draws import NONE, Draws
 
 DELTA_EDGES: Floats = 10.0 ** np.linspace(-9.0, 1.0, 31)  # of |old - rollout|, nats
-QUANTILES = (0.0, 0.01, 0.5, 0.99, 1.0)
+QUANTILES = {"smallest": 0.0, "low": 0.01, "median": 0.5, "high": 0.99, "largest": 1.0}
 UPDATES = [*agreement.UPDATES, "clip_flag"]
 FLAG_WORDS = {
     "clip_high": "clipped high", "clip_low": "clipped low", "clip_dual": "clipped dual",
@@ -77,7 +77,7 @@ class PageNumbers:
     Curves, values and responses are of all iterations. The other numbers leave out iterations that a fork copied.
     """
 
-    curves: pd.DataFrame
+    curves: pd.DataFrame  # one row per Point
     values: dict[int, Floats]  # by iteration
     responses: pd.DataFrame
     counts: Counts
@@ -98,8 +98,9 @@ def delta_counts(delta: Floats) -> npt.NDArray[np.int64]:
 def ratio_quantiles(iteration: int, updates: pd.DataFrame) -> pd.DataFrame:
     """Return iteration, epoch, minibatch and QUANTILES of the finite ratios of each step."""
     finite = updates[np.isfinite(updates["ratios"].to_numpy(np.float64))].astype({"ratios": "float64"})
-    table = finite.groupby(["epoch", "minibatch"])["ratios"].quantile(list(QUANTILES)).unstack()
-    return table.reindex(columns=QUANTILES).reset_index().assign(iteration=iteration)
+    table = finite.groupby(["epoch", "minibatch"])["ratios"].quantile(list(QUANTILES.values())).unstack()
+    named = table.reindex(columns=list(QUANTILES.values())).set_axis(list(QUANTILES), axis="columns")
+    return named.reset_index().assign(iteration=iteration)
 
 
 def read_page_numbers(facts: Facts, iterations: pd.DataFrame, steps: pd.DataFrame) -> PageNumbers:

@@ -42,7 +42,7 @@ class OneRun:
 
     facts: Facts
     iterations: pd.DataFrame
-    curves: pd.DataFrame
+    curves: pd.DataFrame  # one row per Point
 
     @property
     def unequal(self) -> int:

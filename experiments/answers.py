@@ -19,7 +19,7 @@ import pandas as pd
 
 from ppo_repro.analysis import figures
 from ppo_repro.analysis.csv_text import csv_text
-from ppo_repro.analysis.grid_outcomes import LAST, complete_cells, end_measures, mismatch
+from ppo_repro.analysis.grid_outcomes import LAST, complete_cells, end_measures, mismatch_of_cell
 from ppo_repro.analysis.grid_table import comparisons, markdown
 from ppo_repro.analysis.significance import detectable, one_sample, t_interval, tost, with_interval
 from ppo_repro.base.errors import UserError
@@ -69,7 +69,7 @@ def outcome(run_dir: Path) -> dict[str, float]:
         **end_measures(rows),
         "length": float(rows["response_length_mean"].tail(LAST).mean()),
         "tokens": float(rows["tokens"].sum()),
-        "k3": mismatch(run_dir).k3,
+        "k3": mismatch_of_cell(run_dir).k3,
     }
 
 
@@ -155,7 +155,7 @@ def equality_table(results: pd.DataFrame, axis: str, same: str, other: str) -> p
 
 def settings_figure(axis: str, measure: str) -> Draw:
     """Return the function that draws a measure's values and mean for each setting of the column `axis`."""
-    return lambda results: figures.by_setting(results.assign(point=results[axis]), measure)
+    return lambda results: figures.settings_figure(results.assign(point=results[axis]), measure)
 
 
 def settings_study(

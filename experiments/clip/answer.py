@@ -12,7 +12,7 @@ import pandas as pd
 
 from experiments.answers import outcome, settings_study
 from ppo_repro.analysis import figures
-from ppo_repro.analysis.grid_outcomes import clip_shares
+from ppo_repro.analysis.grid_outcomes import clip_shares_of_cell
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -22,11 +22,11 @@ MEASURE = "mean_accuracy"
 
 def measures(run_dir: Path) -> dict[str, float]:
     """Return the outcome, and two shares of token visits: without a gradient, and outside the band."""
-    return outcome(run_dir) | clip_shares(run_dir)._asdict()
+    return outcome(run_dir) | clip_shares_of_cell(run_dir)._asdict()
 
 
 def figure(results: pd.DataFrame) -> Axes:
-    return figures.by_clipped_share(results.assign(point=results["setting"]), "removed", MEASURE)
+    return figures.across_figure(results.assign(point=results["setting"]), "removed", MEASURE)
 
 
 if __name__ == "__main__":

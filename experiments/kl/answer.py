@@ -37,7 +37,7 @@ def measures(run_dir: Path) -> dict[str, float]:
 
 
 def figure(results: pd.DataFrame) -> Axes:
-    axes = figures.by_setting(results.assign(point=results["penalty"]), "gap")
+    axes = figures.settings_figure(results.assign(point=results["penalty"]), "gap")
     axes.set_xlabel("what the objective falls short of the optimum, relative to it; 0 is the optimum")
     return axes
 

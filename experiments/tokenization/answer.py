@@ -11,8 +11,8 @@ import pandas as pd
 
 from experiments.answers import Columns, outcome, settings_table, study
 from ppo_repro.analysis import figures
-from ppo_repro.analysis.recorded_tokenizer import recorded_tokenizer
-from ppo_repro.analysis.tokenization import drift_by_iteration
+from ppo_repro.analysis.tokenization.recorded_tokenizer import recorded_tokenizer
+from ppo_repro.analysis.tokenization.tables import drift_by_iteration
 from ppo_repro.records import reader
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def tables(results: pd.DataFrame) -> list[pd.DataFrame]:
 
 
 def figure(results: pd.DataFrame) -> Axes:
-    return figures.by_setting(results.assign(point=settings(results)["setting"]), MEASURE)
+    return figures.settings_figure(results.assign(point=settings(results)["setting"]), MEASURE)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, assert_never
 
 import numpy as np
 import numpy.typing as npt
@@ -17,22 +17,20 @@ from ppo_repro.base.errors import UserError
 from ppo_repro.config.algorithm import (
     AdaptiveClipObjective,
     Anchor,
+    CispoObjective,
     ClipObjective,
+    FunctionObjective,
+    PenaltyObjective,
+    PolicyGradientObjective,
     PPOConfig,
     PredictedValue,
     SequenceClipObjective,
+    UnclippedObjective,
     ValueConfig,
 )
 from ppo_repro.statistics.clusters import Floats
 
 Bool = npt.NDArray[np.bool_]
-
-# objectives whose bounds the clip analyses do not count: they are not on the ratio of each token
-NOT_BY_TOKEN = {
-    "sequence_clip": "clips whole responses",
-    "cispo": "bounds weights and clips nothing",
-    "function": "has bounds of its own",
-}
 
 # five flags that never overlap; a token is `outside` if it has one of them
 DISJOINT = ("clip_high", "clip_low", "wrong_high", "wrong_low", "outside_without_advantage")
@@ -51,8 +49,8 @@ class ClipRule:
     dual: float | None = None  # where the advantage is negative, ratios above it have no gradient
 
 
-def clip_rule(ppo: PPOConfig, recorded: float) -> ClipRule | None:
-    """Return the clip range of an iteration; None if the objective clips no ratio, or has bounds of its own.
+def rule_or_reason(ppo: PPOConfig, recorded: float) -> ClipRule | str:
+    """Return the clip range of an iteration, or the reason why the objective has none.
 
     `recorded` is the column `clip_range` of the table `iterations`, which only an adaptive objective has.
     """
@@ -63,7 +61,20 @@ def clip_rule(ppo: PPOConfig, recorded: float) -> ClipRule | None:
             return ClipRule("token", ppo.ratio_anchor, recorded, recorded)
         case SequenceClipObjective() as o:
             return ClipRule("response", ppo.ratio_anchor, o.clip_range, o.high)
-    return None
+        case CispoObjective():
+            return "bounds weights and clips nothing"
+        case FunctionObjective():
+            return "has bounds of its own"
+        case PenaltyObjective() | PolicyGradientObjective() | UnclippedObjective():
+            return "clips nothing"
+        case unknown:
+            assert_never(unknown)
+
+
+def clip_rule(ppo: PPOConfig, recorded: float) -> ClipRule | None:
+    """Return the clip range of `rule_or_reason`; None if the objective clips no ratio, or has bounds of its own."""
+    rule = rule_or_reason(ppo, recorded)
+    return rule if isinstance(rule, ClipRule) else None
 
 
 def token_rule(ppo: PPOConfig, recorded: float) -> ClipRule | None:
@@ -82,14 +93,14 @@ def counted_rule(ppo: PPOConfig, recorded: float, band: tuple[float, float] | No
         if not (0.0 < low < 1.0 and 0.0 < high < np.inf):
             raise UserError(f"clip range = {low:g}, {high:g}: the lower must be between 0 and 1, the upper above 0")
         return ClipRule("token", ppo.ratio_anchor, low, high)
-    rule = token_rule(ppo, recorded)
-    if rule is None:
-        kind = ppo.objective.kind
-        raise UserError(
-            f"ppo.objective.kind = {kind} {NOT_BY_TOKEN.get(kind, 'clips nothing')}, only clip and adaptive_clip clip "
-            "by the token's ratio; give a clip range to see what it would have clipped"
-        )
-    return rule
+    rule = rule_or_reason(ppo, recorded)
+    if isinstance(rule, ClipRule) and rule.unit == "token":
+        return rule
+    why = "clips whole responses" if isinstance(rule, ClipRule) else rule
+    raise UserError(
+        f"ppo.objective.kind = {ppo.objective.kind} {why}, only clip and adaptive_clip clip by the token's ratio; "
+        "give a clip range to see what it would have clipped"
+    )
 
 
 def value_reach(value: ValueConfig, return_scale: float) -> float:

@@ -2,14 +2,15 @@
 
     from ppo_repro.analysis import figures
     left, right = figures.new_axes(9.5, 3.6, 2)
-    figures.learning([RUN_1, RUN_2], left)
-    figures.agreement([RUN_1, RUN_2], right)
+    figures.learning_figure([RUN_1, RUN_2], left)
+    figures.agreement_figure([RUN_1, RUN_2], right)
     right.figure.savefig("learning.pdf")
 
-`learning`, `agreement` and `mismatch` draw runs; `by_setting`, `differences` and `by_clipped_share` draw a grid.
+`learning_figure`, `agreement_figure` and `mismatch_figure` draw runs; `settings_figure`, `differences_figure` and
+`across_figure` draw a grid.
 
-README.md shows the figure above: `learning` of runs of `experiments/quickstart.yaml` with `seed` 0 to 4, and
-`agreement` of these runs and of the same runs with `numerics.mode=native`.
+README.md shows the figure above: `learning_figure` of runs of `experiments/quickstart.yaml` with `seed` 0 to 4, and
+`agreement_figure` of these runs and of the same runs with `numerics.mode=native`.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ def band(rows: pd.DataFrame, measure: str, axes: Axes, label: str) -> None:
     axes.fill_between(line.index, line["min"], line["max"], color=drawn.get_color(), alpha=0.2, linewidth=0)
 
 
-def learning(runs: Sequence[Path], axes: Axes | None = None) -> Axes:
+def learning_figure(runs: Sequence[Path], axes: Axes | None = None) -> Axes:
     """Draw greedy accuracy on held-out prompts by iteration: mean and range over the runs of each numerics mode."""
     axes = axes or new_axes()[0]
     for mode, rows in curves_of(runs).groupby("mode"):
@@ -98,7 +99,7 @@ def learning(runs: Sequence[Path], axes: Axes | None = None) -> Axes:
     return axes
 
 
-def agreement(runs: Sequence[Path], axes: Axes | None = None) -> Axes:
+def agreement_figure(runs: Sequence[Path], axes: Axes | None = None) -> Axes:
     """Draw the share of tokens whose log-probs differ between sampler and trainer, by iteration."""
     axes = axes or new_axes()[0]
     for mode, rows in curves_of(runs).groupby("mode"):
@@ -112,7 +113,7 @@ def agreement(runs: Sequence[Path], axes: Axes | None = None) -> Axes:
     return axes
 
 
-def mismatch(runs: Sequence[Path], axes: Axes | None = None) -> Axes:
+def mismatch_figure(runs: Sequence[Path], axes: Axes | None = None) -> Axes:
     """Draw per run the share of tokens whose log-probs differ by more than x nats between sampler and trainer."""
     axes = axes or new_axes(7.0, 3.3 + 0.2 * len(runs))[0]
     for folder in runs:
@@ -145,7 +146,7 @@ def sampler_of(config: RunConfig) -> str:
     return f"torch, {stock}" if stock else f"built in, {config.numerics.mode}"
 
 
-def by_setting(cells: pd.DataFrame, measure: str, axes: Axes | None = None) -> Axes:
+def settings_figure(cells: pd.DataFrame, measure: str, axes: Axes | None = None) -> Axes:
     """Draw a row for each setting of `outcomes`: a dot per seed, and the mean with its 95 % Student interval.
 
     The label of a row counts values that are not finite.
@@ -168,7 +169,7 @@ def by_setting(cells: pd.DataFrame, measure: str, axes: Axes | None = None) -> A
     return axes
 
 
-def differences(cells: pd.DataFrame, measure: str, axes: Axes | None = None) -> Axes:
+def differences_figure(cells: pd.DataFrame, measure: str, axes: Axes | None = None) -> Axes:
     """Draw the difference of each setting from the first one, paired by seed, with 95 % Student intervals.
 
     `cells` is the frame of `outcomes`. The label of a row says if the difference is not finite. Raises UserError if
@@ -190,7 +191,7 @@ def differences(cells: pd.DataFrame, measure: str, axes: Axes | None = None) -> 
     return axes
 
 
-def by_clipped_share(cells: pd.DataFrame, share: str, measure: str, axes: Axes | None = None) -> Axes:
+def across_figure(cells: pd.DataFrame, share: str, measure: str, axes: Axes | None = None) -> Axes:
     """Draw a measure of each run over the run's clipped share, and shade the range that rules of thumb recommend.
 
     Args:

@@ -61,20 +61,22 @@ class ClipShares(NamedTuple):
     outside: float
 
 
-class Mismatch(NamedTuple):
+class CellMismatch(NamedTuple):
     """Mismatch of sampler and trainer: mean k3 in nats, and the share of tokens that the clip cuts before any step."""
 
     k3: float
     clip_floor: float
 
 
-def clip_shares(run_dir: Path) -> ClipShares:
+def clip_shares_of_cell(run_dir: Path) -> ClipShares:
     """Return the clipped shares of a run, over the iterations that the run itself computed.
 
     The ratio is the recorded one, so `sequence_clip` counts the tokens of responses outside its band. Both shares are 0
     if the objective clips nothing, as `cispo`. Your own objective has no known band, so `outside` is NaN; `removed` is
     NaN if the objective does not say which tokens it cut.
     """
+    # not by `clipping.over_all_steps`, which refuses an objective that does not clip each token's ratio; the settings
+    # of a grid may have any objective, so these shares count what the run recorded
     recorded, ppo = reader.open_manifest(run_dir), load_recorded_config(run_dir).ppo
     computed = own_iterations(run_dir, recorded, None)
     columns = ["iteration", "clip_range"]
@@ -92,7 +94,7 @@ def clip_shares(run_dir: Path) -> ClipShares:
     return ClipShares(removed / count, outside / count)
 
 
-def mismatch(run_dir: Path) -> Mismatch:
+def mismatch_of_cell(run_dir: Path) -> CellMismatch:
     """Return the mismatch of a run, over the response tokens of the iterations that the run itself computed.
 
     One iteration is in memory at a time. clip_floor is 0 with the anchor `old`, whose first ratio is 1, and NaN if the
@@ -108,7 +110,7 @@ def mismatch(run_dir: Path) -> Mismatch:
         k3_sum += float(k3(-deltas(tokens)).sum())
         if rule is not None:
             removed += float(clipped_at_start(tokens, rule).sum())
-    return Mismatch(k3_sum / count, math.nan if rule is None else removed / count)
+    return CellMismatch(k3_sum / count, math.nan if rule is None else removed / count)
 
 
 def end_measures(rows: pd.DataFrame) -> dict[str, float]:
@@ -122,8 +124,8 @@ def measures_of(run_dir: Path) -> dict[str, float]:
     return {
         **end_measures(rows),
         "explained": float(rows[MEASURES["explained"].recorded].head(FIRST).mean()),
-        **mismatch(run_dir)._asdict(),
-        **clip_shares(run_dir)._asdict(),
+        **mismatch_of_cell(run_dir)._asdict(),
+        **clip_shares_of_cell(run_dir)._asdict(),
     }
 
 

@@ -100,8 +100,11 @@ def rank_correlation(cells: pd.DataFrame, share: str, measure: str) -> RankCorre
     all measures are equal. Raises UserError if the settings have different seeds.
     """
     _require_same_seeds(cells)
-    rng, seeds = np.random.default_rng(0), cells["seed"].unique()
-    by_seed = [cells[cells["seed"] == seed].set_index("point")[[share, measure]].to_numpy(np.float64) for seed in seeds]
+    rng, points = np.random.default_rng(0), cells["point"].unique()
+    by_seed = [
+        rows.set_index("point").loc[points, [share, measure]].to_numpy(np.float64)
+        for _, rows in cells.groupby("seed", sort=False)
+    ]
 
     def of_means(chosen: Sequence[Floats]) -> float:
         return _spearman(np.sum(chosen, axis=0) / len(chosen))

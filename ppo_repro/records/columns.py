@@ -29,7 +29,7 @@ from ppo_repro.preferences.training import PreferenceStep, RewardTraining
 from ppo_repro.records import schema
 from ppo_repro.records.arrow import to_arrow
 from ppo_repro.stages.coefficients import learning_rates
-from ppo_repro.statistics.bits import disagreement
+from ppo_repro.statistics.bits import iteration_agreement
 from ppo_repro.tasks.tokenizer import decode
 
 Columns = dict[str, Any]
@@ -224,9 +224,7 @@ def _steps(item: Iteration, config: RunConfig) -> Columns:
     }
 
 
-def count_disagreement(
-    rollout: Any, forward: Any, tokens: Tensor, ratios: Tensor, new_values: Tensor | None
-) -> Columns:
+def count_agreement(rollout: Any, forward: Any, tokens: Tensor, ratios: Tensor, new_values: Tensor | None) -> Columns:
     """Count the unequal bits between sampler and trainer log-probs, first-minibatch ratios and 1, old and new values.
 
     Args:
@@ -238,7 +236,8 @@ def count_disagreement(
     if forward.values is not None and new_values is not None:
         values, again = forward.values[tokens].numpy(), new_values.numpy()
     both = rollout.rollout_logprobs.numpy(), forward.old_logprobs.numpy()
-    return {"first_minibatch_tokens": len(tokens), **disagreement(*both, ratios.numpy(), values, again)._asdict()}
+    counts = iteration_agreement(*both, ratios.numpy(), values, again)
+    return {"first_minibatch_tokens": len(tokens), **counts._asdict()}
 
 
 def _iteration(item: Iteration, config: RunConfig) -> Columns:
@@ -269,7 +268,7 @@ def _iteration(item: Iteration, config: RunConfig) -> Columns:
         "ref_kl_per_token": ref_kl,
         "ref_kl_per_sequence": ref_kl * tokens / count,
         "explained_variance": explained,
-        **count_disagreement(rollout, forward, first.tokens, first.policy.ratios, again),
+        **count_agreement(rollout, forward, first.tokens, first.policy.ratios, again),
         "eval_accuracy": evaluation.accuracy if evaluation else None,
         "eval_score": evaluation.score if evaluation else None,
         **{f"seconds_{phase}": seconds for phase, seconds in item.seconds.items()},

@@ -27,7 +27,7 @@ def in_float16(x: Float32) -> npt.NDArray[np.bool_]:
         return np.asarray(x.astype(np.float16).astype(np.float32) == x)
 
 
-class Disagreement(NamedTuple):
+class IterationAgreement(NamedTuple):
     """Counts of unequal numbers, and the largest |old - rollout| in nats, by their names in the table `iterations`."""
 
     unequal_old_rollout_logprobs: int
@@ -36,9 +36,9 @@ class Disagreement(NamedTuple):
     unequal_values: int
 
 
-def disagreement(
+def iteration_agreement(
     rollout: Float32, old: Float32, first_ratios: Float32, values: Float32, new_values: Float32
-) -> Disagreement:
+) -> IterationAgreement:
     """Count the bits in which sampler and trainer disagree in an iteration, and the trainer with itself.
 
     Args:
@@ -51,7 +51,7 @@ def disagreement(
     # not by `statistics.mismatch`: a run records these numbers, so the difference stays a float32
     with np.errstate(invalid="ignore"):  # infinities of one sign
         largest = float(np.abs(old - rollout).max())
-    return Disagreement(
+    return IterationAgreement(
         unequal_old_rollout_logprobs=int(unequal_bits(old, rollout).sum()),
         max_abs_old_rollout=largest,
         unequal_first_ratios=int(unequal_bits(first_ratios, np.ones_like(first_ratios)).sum()),

@@ -17,6 +17,8 @@ from ppo_repro.analysis.clip_flags import (
 )
 from ppo_repro.analysis.clipping import load_iterations, policy_rows
 from ppo_repro.base.errors import UserError
+from ppo_repro.config.algorithm import PPOConfig
+from ppo_repro.config.section import Section
 from ppo_repro.records import reader
 from tests.analysis.clip_rows import RULE, make_item, single
 from tests.support.language import small_run
@@ -125,6 +127,11 @@ def test_an_objective_without_a_clip_is_refused_by_name(kind: str) -> None:
     for band in ((0.0, 0.2), (1.0, 0.2), (0.2, np.inf), (np.nan, 0.2)):
         with pytest.raises(UserError, match="clip range"):
             counted_rule(config.ppo, np.nan, band)
+
+
+def test_an_objective_that_no_rule_knows_does_not_clip_nothing() -> None:
+    with pytest.raises(AssertionError, match="unreachable"):
+        clip_rule(PPOConfig.model_construct(objective=Section()), np.nan)
 
 
 def test_the_rule_says_whether_it_bounds_tokens_or_responses() -> None:

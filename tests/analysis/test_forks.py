@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 
 from ppo_repro.analysis import grid_outcomes
-from ppo_repro.analysis.figures import mismatch, new_axes
+from ppo_repro.analysis.figures import mismatch_figure, new_axes
 from ppo_repro.analysis.pairs import run_evidence, run_pairs
 from ppo_repro.analysis.report import build
 from ppo_repro.base.errors import UserError
@@ -48,15 +48,15 @@ def test_the_summary_and_the_page_of_a_fork_count_its_own_iterations(forked: Pat
 
 
 def test_the_measures_of_a_fork_in_a_grid_are_of_its_own_iterations(forked: Path, tmp_path: Path) -> None:
-    assert grid_outcomes.mismatch(forked) == (0.0, 0.0)
+    assert grid_outcomes.mismatch_of_cell(forked) == (0.0, 0.0)
     unclipped = fork(forked, tmp_path, 1, "ppo.objective={kind: unclipped}")
     assert reader.read_steps(unclipped, iterations=[0])["clip_fraction"].max() > 0, "its origin clips"
-    assert grid_outcomes.clip_shares(unclipped) == (0.0, 0.0)
+    assert grid_outcomes.clip_shares_of_cell(unclipped) == (0.0, 0.0)
 
 
 def test_the_figure_of_a_fork_draws_its_own_tokens(forked: Path) -> None:
     (axes,) = new_axes()
-    mismatch([forked], axes)
+    mismatch_figure([forked], axes)
     assert axes.get_legend_handles_labels()[1][0].split(": ")[1].startswith("0 of ")
 
 
@@ -67,7 +67,7 @@ def test_the_figure_draws_every_finite_difference_beside_one_that_is_not(
     tokens.loc[0, "old_logprobs"] = np.nan
     apart = (tokens["old_logprobs"].astype(float) - tokens["rollout_logprobs"]).abs()
     monkeypatch.setattr(reader, "read_tokens", lambda *given, **names: tokens)
-    axes = mismatch([native_run])
+    axes = mismatch_figure([native_run])
     drawn, _ = axes.lines[0].get_data()
     assert sorted(drawn) == sorted(apart[apart > 0])
     said = f"{len(drawn):,} of {len(tokens):,} differ, by {apart.max():.2g} at most (1 not finite)"

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ppo_repro.analysis.agreement import run_agreement
 from ppo_repro.analysis.clipping import load_iterations
-from ppo_repro.analysis.grid_outcomes import clip_shares, mismatch
+from ppo_repro.analysis.grid_outcomes import clip_shares_of_cell, mismatch_of_cell
 from ppo_repro.analysis.pairs import (
     LAG,
     OPTIONAL,
@@ -24,11 +25,10 @@ from ppo_repro.analysis.pairs import (
     turns_of,
     with_lag_turn_route,
 )
-from ppo_repro.analysis.parity import parity
 from ppo_repro.analysis.report.data.page_numbers import read_page_numbers
 from ppo_repro.analysis.report.data.run_curves import summary_tables
 from ppo_repro.analysis.report.data.run_facts import read_facts
-from ppo_repro.analysis.tokenization import summary_by_iteration
+from ppo_repro.analysis.tokenization.tables import summary_by_iteration
 from ppo_repro.records import manifest, reader
 from ppo_repro.testing.pairs import KEY, PAIR
 from tests.support.synthetic_run import bits
@@ -65,9 +65,9 @@ def test_the_first_new_log_probs_of_a_run(native_run: Path) -> None:
         lambda run: list(run_pairs(run, "old_vs_first_new")),
         lambda run: list(load_iterations(run)),
         lambda run: summary_by_iteration(run, boundary="leading", iterations=None),
-        parity,
-        clip_shares,
-        mismatch,
+        run_agreement,
+        clip_shares_of_cell,
+        mismatch_of_cell,
     ],
 )
 def test_a_reader_of_three_iterations_does_not_read_the_manifest_for_each(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ppo_repro.analysis.parity import parity
+from ppo_repro.analysis.agreement import run_agreement
 from ppo_repro.config.files import load_config
 from ppo_repro.config.run import RunConfig
 from tests.support.language import run
@@ -90,9 +90,9 @@ def test_a_preset_says_what_its_document_says(path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("path", [*PRESETS, EXPERIMENTS / "four_models.yaml"], ids=lambda p: p.stem)
-def test_a_preset_runs_and_keeps_parity(path: Path, tmp_path: Path) -> None:
+def test_a_preset_runs_and_keeps_agreement(path: Path, tmp_path: Path) -> None:
     """Two iterations from weights as they are made: what is promised holds for any weights."""
     config = load_config(path, ["ppo.iterations=2", "model.warm_start_steps=0"])
-    found = parity(run(config, tmp_path)[0])
+    found = run_agreement(run(config, tmp_path)[0])
     assert found.tokens > 0
     assert (found.unequal_old_rollout_logprobs, found.unequal_first_ratios, found.unequal_values) == (0, 0, 0)

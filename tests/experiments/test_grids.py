@@ -12,8 +12,8 @@ import pytest
 
 from ppo_repro.analysis.clip_flags import token_flags
 from ppo_repro.analysis.clipping import load_iterations, policy_rows
-from ppo_repro.analysis.figures import by_clipped_share, differences
-from ppo_repro.analysis.grid_outcomes import MEASURES, clip_shares, measures_of, outcomes
+from ppo_repro.analysis.figures import across_figure, differences_figure
+from ppo_repro.analysis.grid_outcomes import MEASURES, clip_shares_of_cell, measures_of, outcomes
 from ppo_repro.analysis.grid_table import comparisons, rank_correlation
 from ppo_repro.base.errors import UserError
 from ppo_repro.commands.analyses.table import answer
@@ -47,7 +47,7 @@ def test_comparisons_are_paired_by_seed_and_corrected() -> None:
         comparisons(found, "accuracy", "q")
     for ask in (
         lambda cells: comparisons(cells, "accuracy", "x"),
-        lambda cells: by_clipped_share(cells, "removed", "accuracy"),
+        lambda cells: across_figure(cells, "removed", "accuracy"),
     ):
         with pytest.raises(UserError, match=r"^y and x have different seeds"):
             ask(found.drop(index=3))
@@ -56,7 +56,7 @@ def test_comparisons_are_paired_by_seed_and_corrected() -> None:
 def test_one_seed_has_a_difference_without_interval_and_one_setting_has_none() -> None:
     assert "| y | +0.500 |  |  |" in answer(grid_of({"x": [0.5], "y": [1.0]}), "accuracy", "x")[1]
     with pytest.raises(UserError, match="one setting"):
-        differences(grid_of({"x": [0.5, 1.0]}), "accuracy")
+        differences_figure(grid_of({"x": [0.5, 1.0]}), "accuracy")
 
 
 def test_a_measure_has_the_digits_of_its_size() -> None:
@@ -76,6 +76,8 @@ def test_the_rank_correlation_is_of_the_settings_and_its_interval_of_the_seeds()
     # one seed alone: ranks 1, 2, 3 give -1; the other alone: 2, 1, 3 give -0.5
     assert (rank.low, rank.high) == (pytest.approx(-1.0), pytest.approx(-0.5))
     assert math.isnan(rank_correlation(found, "removed", "accuracy").value)
+    # seed 1 of x, y, z and seed 2 of z, y, x
+    assert rank_correlation(found.iloc[[0, 2, 4, 5, 3, 1]], "outside", "accuracy") == rank
 
 
 @pytest.mark.parametrize("share", [0.5, math.nan])
@@ -130,21 +132,21 @@ def test_a_ratio_is_outside_the_band_whatever_the_advantage(tmp_path: Path) -> N
     run_dir = tiny_run(tmp_path, *GROUPS)
     flags = pd.concat([token_flags(policy_rows(item), item.rule) for item in load_iterations(run_dir)])
     assert flags["outside_without_advantage"].any()
-    assert clip_shares(run_dir) == (flags["removed"].mean(), flags["outside"].mean())
+    assert clip_shares_of_cell(run_dir) == (flags["removed"].mean(), flags["outside"].mean())
 
 
 @pytest.mark.parametrize("kind", ["cispo, cap: 1.1, floor: 0.9", "unclipped"])
 def test_an_objective_that_clips_nothing_has_no_band(kind: str, tmp_path: Path) -> None:
     run_dir = tiny_run(tmp_path, *GROUPS, f"ppo.objective={{kind: {kind}}}")
     assert reader.read_updates(run_dir)["clip_flag"].isin(["bound_high", "bound_low"]).any() == ("cispo" in kind)
-    assert clip_shares(run_dir) == (0.0, 0.0)
+    assert clip_shares_of_cell(run_dir) == (0.0, 0.0)
 
 
 def test_the_band_of_an_objective_of_your_own_is_unknown(tmp_path: Path) -> None:
     code = "def loss(batch):\n    return -batch.ratios * batch.advantages, batch.ratios > 1.01\n"
     (tmp_path / "own.py").write_text(code)
     run_dir = tiny_run(tmp_path, *GROUPS, f"ppo.objective={{kind: function, path: '{tmp_path}/own.py:loss'}}")
-    removed, outside = clip_shares(run_dir)
+    removed, outside = clip_shares_of_cell(run_dir)
     assert removed > 0
     assert math.isnan(outside)
 
@@ -152,7 +154,7 @@ def test_the_band_of_an_objective_of_your_own_is_unknown(tmp_path: Path) -> None
 def test_a_sequence_clip_has_a_band_of_the_response(tmp_path: Path) -> None:
     run_dir = tiny_run(tmp_path, *GROUPS, "ppo.objective={kind: sequence_clip, clip_range: 0.1, clip_range_high: 0.2}")
     ratios = reader.read_updates(run_dir)["ratios"].to_numpy(np.float64)
-    assert clip_shares(run_dir)[1] == ((ratios < 0.9) | (ratios > 1.2)).mean() > 0
+    assert clip_shares_of_cell(run_dir)[1] == ((ratios < 0.9) | (ratios > 1.2)).mean() > 0
 
 
 def test_the_commands(grid: Path, tmp_path: Path, cli: Cli) -> None:

@@ -11,7 +11,7 @@ import gymnasium
 import numpy as np
 import pytest
 
-from ppo_repro.analysis.parity import parity
+from ppo_repro.analysis.agreement import run_agreement
 from ppo_repro.base.errors import UserError
 from ppo_repro.config.inputs import run_folder
 from ppo_repro.control import loop
@@ -54,7 +54,7 @@ def copy(control_run: Path, tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("which", ["control_run", "real"])
 def test_the_ratio_is_one_before_the_first_step_of_every_iteration(which: str, request: pytest.FixtureRequest) -> None:
-    found = parity(request.getfixturevalue(which))
+    found = run_agreement(request.getfixturevalue(which))
     assert found.tokens >= 720
     assert found.first_minibatch_tokens >= 144
     assert found.unequal_old_rollout_logprobs == found.unequal_first_ratios == found.unequal_values == 0
@@ -62,7 +62,7 @@ def test_the_ratio_is_one_before_the_first_step_of_every_iteration(which: str, r
 
 
 def test_native_numerics_fail_the_same_check(native: Path) -> None:
-    found = parity(native)
+    found = run_agreement(native)
     assert found.unequal_old_rollout_logprobs > found.tokens // 50
     assert found.unequal_first_ratios > 0
     assert found.unequal_values > 0

@@ -35,7 +35,7 @@ def sequences_of(run: Recorded) -> pd.DataFrame:
     return reader.read_sequences(run.whole)
 
 
-def test_parity_holds_over_whole_episodes(recorded: Recorded) -> None:
+def test_agreement_holds_over_whole_episodes(recorded: Recorded) -> None:
     tokens, sequences = reader.read_tokens(recorded.whole), sequences_of(recorded)
     bits = [tokens[name].to_numpy().view(np.int32) for name in ("old_logprobs", "rollout_logprobs")]
     assert len(tokens) > 60
@@ -121,7 +121,7 @@ def test_advantages_pass_over_forced_tokens(recorded: Recorded) -> None:
     assert others == sum(max(forced) for forced in sequences["is_forced"]) > 5
 
 
-def test_an_episode_that_was_encoded_again_breaks_parity(tmp_path: Path) -> None:
+def test_an_episode_that_was_encoded_again_breaks_agreement(tmp_path: Path) -> None:
     """The control of the promise above: the same text and the same sampled tokens, forced tokens encoded otherwise."""
     config = turns_config(tmp_path)
     prepared = prepare.prepare(config, Silent())

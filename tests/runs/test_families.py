@@ -8,7 +8,7 @@ from typing import get_args
 
 import pytest
 
-from ppo_repro.analysis.parity import parity
+from ppo_repro.analysis.agreement import run_agreement
 from ppo_repro.base.watcher import Silent
 from ppo_repro.config.dpo import DPOConfig
 from ppo_repro.config.files import read_tree, validated
@@ -41,7 +41,7 @@ def test_a_family_is_trained_audited_and_preferred(family: str, tmp_path: Path, 
         judged = f"reward.terms=[{{kind: function, path: '{tmp_path}/reward.py:score'}}]"
     made = language.tiny_run(tmp_path / "ppo", f"model.family={family}", *SIZE, *ADAPTERS, judged)
     assert manifest.load(made).status == "complete"
-    found = parity(made)
+    found = run_agreement(made)
     assert found.tokens > 20
     assert (found.unequal_old_rollout_logprobs, found.unequal_first_ratios, found.unequal_values) == (0, 0, 0)
     assert language.rerun(made, UNPADDED_LAYOUT).difference is None

@@ -1,4 +1,4 @@
-"""Whole runs of mixtures of experts: parity, layouts that must not show, recorded routes, and routes replayed."""
+"""Whole runs of mixtures of experts: agreement, layouts that must not show, recorded routes, and routes replayed."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from ppo_repro.analysis.agreement import run_agreement
 from ppo_repro.analysis.mismatch import mismatch_by_iteration
 from ppo_repro.analysis.mismatch_buckets import bucket_table
 from ppo_repro.analysis.pairs import ROUTE, ROUTES, run_pairs
-from ppo_repro.analysis.parity import parity
 from ppo_repro.analysis.report.sections.sampler_and_trainer import bucket_figure, filled_buckets
 from ppo_repro.base.errors import UserError
 from ppo_repro.config.files import load_config
@@ -60,7 +60,7 @@ def deep_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @every_family
 def test_sampler_and_trainer_agree_on_every_bit_in_every_layout(family: str, tmp_path: Path) -> None:
     one, other = record(tmp_path / "one", family), record(tmp_path / "other", family, *UNPADDED_LAYOUT)
-    found = parity(one)
+    found = run_agreement(one)
     assert found.tokens > 50
     assert found.unequal_old_rollout_logprobs == 0
     assert (found.unequal_first_ratios, found.unequal_values) == (0, 0)
@@ -84,7 +84,7 @@ def test_no_split_of_a_minibatch_shows_where_most_experts_have_few_tokens(tmp_pa
 @pytest.mark.usefixtures("row_noise")
 def test_native_numerics_fail_the_same_check(tmp_path: Path) -> None:
     native = record(tmp_path, "qwen3_moe", "numerics.mode=native", "numerics.accuracy_sequences=0")
-    found = parity(native)
+    found = run_agreement(native)
     assert found.unequal_old_rollout_logprobs > found.tokens // 20
     assert found.unequal_first_ratios > 0
 

@@ -1,4 +1,4 @@
-"""Parity, replay and independence of the layout hold under the options that users combine most."""
+"""Agreement, replay and independence of the layout hold under the options that users combine most."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ppo_repro.analysis.parity import parity
+from ppo_repro.analysis.agreement import run_agreement
 from ppo_repro.records import reader
 from tests.support.language import tiny_run
 from tests.support.recipes import OTHER_LAYOUT, RECIPES
@@ -14,9 +14,9 @@ from tests.support.runs import recomputed
 
 
 @pytest.mark.parametrize("name", ["ppo", *(pytest.param(n, marks=pytest.mark.slow) for n in RECIPES if n != "ppo")])
-def test_parity_replay_and_layout_hold(name: str, tmp_path: Path) -> None:
+def test_agreement_replay_and_layout_hold(name: str, tmp_path: Path) -> None:
     run_dir = tiny_run(tmp_path / "first", *RECIPES[name])
-    found = parity(run_dir)
+    found = run_agreement(run_dir)
     assert found.tokens > 30
     assert found.first_minibatch_tokens > 3
     assert (found.unequal_old_rollout_logprobs, found.unequal_first_ratios, found.unequal_values) == (0, 0, 0)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from ppo_repro.analysis.parity import parity
+from ppo_repro.analysis.agreement import run_agreement
 from ppo_repro.models.load import load_folder
 from ppo_repro.models.networks import in_dtype
 from ppo_repro.records import manifest, reader
@@ -38,7 +38,7 @@ def test_a_rounded_side_is_a_mismatch_of_its_own_that_no_layout_changes(name: st
     first = tiny_run(tmp_path / "first", *SIDES[name])
     again = tiny_run(tmp_path / "again", *SIDES[name], *OTHER_LAYOUT)
     assert manifest.load(first).fingerprint == manifest.load(again).fingerprint
-    found = parity(first)
+    found = run_agreement(first)
     assert found.unequal_values == 0
     assert found.tokens > 30
     assert found.unequal_old_rollout_logprobs > found.tokens / 2
@@ -54,7 +54,7 @@ def test_a_rounded_side_is_a_mismatch_of_its_own_that_no_layout_changes(name: st
 def test_stock_torch_samples_with_the_error_of_its_dtype(dtype: str, tmp_path: Path) -> None:
     """The mismatch of the first iteration beside the model in float64 and in that dtype, each response by itself."""
     run_dir = tiny_run(tmp_path, f"mismatch.sampler.stock={dtype}", "ppo.iterations=1", "checkpoints.every=1")
-    found = parity(run_dir)
+    found = run_agreement(run_dir)
     assert found.unequal_old_rollout_logprobs > found.tokens / 2
     sequences, tokens = reader.read_sequences(run_dir), reader.read_tokens(run_dir)
     text = Text([list(ids) for ids in sequences["prompt_ids"]], [list(ids) for ids in sequences["response_ids"]])

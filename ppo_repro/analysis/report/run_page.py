@@ -27,7 +27,7 @@ def run_page(facts: Facts, responses: int) -> str:
     iterations, steps = summary_tables(facts)
     numbers = read_page_numbers(facts, iterations, steps)
     counts, computed, content = numbers.counts, facts.without_copied(iterations), facts.content
-    is_diagnosed = counts.parity.unequal_old_rollout_logprobs and has_responses(facts.manifest)
+    is_diagnosed = counts.agreement.unequal_old_rollout_logprobs and has_responses(facts.manifest)
     cause, by_bucket = cause_of(facts) if is_diagnosed else ([], [])
     cards = (
         Card(
@@ -35,7 +35,7 @@ def run_page(facts: Facts, responses: int) -> str:
             [*verdicts.origin(facts), *verdicts.learning(facts, iterations)],
             chart=curves.run_chart(facts, numbers.curves),
         ),
-        Card("Is it on-policy?", [*verdicts.on_policy(facts, counts.parity, counts.draws), *cause]),
+        Card("Is it on-policy?", [*verdicts.on_policy(facts, counts.agreement, counts.draws), *cause]),
         Card("What went wrong?", verdicts.troubles(facts, computed, counts.nonfinite_ratios, counts.nonfinite_deltas)),
         Card("How to repeat it", blocks=[facts_html(repeating(facts))]),
     )

@@ -9,7 +9,7 @@ import duckdb
 import pandas as pd
 
 from ppo_repro.analysis.html import token_data
-from ppo_repro.analysis.recorded_tokenizer import PATHS, load_tokenizer
+from ppo_repro.analysis.tokenization.recorded_tokenizer import PATHS, load_tokenizer
 from ppo_repro.analysis.view.database import Responses, pattern, source
 from ppo_repro.analysis.view.index import Run
 from ppo_repro.base.errors import UserError

@@ -40,14 +40,14 @@ def command(arguments: argparse.Namespace) -> None:
 def _drawn(kind: str, folders: Sequence[Path], measure: str, share: str) -> Axes:
     """Draw runs, or the one grid of a kind for grids, and return the axes."""
     if kind == "agreement":
-        return figures.agreement(folders)
+        return figures.agreement_figure(folders)
     if kind == "mismatch":
-        return figures.mismatch(folders)
+        return figures.mismatch_figure(folders)
     if len(folders) > 1:
         raise UserError(f"{kind}: {len(folders)} folders; give one grid")
     cells = outcomes(folders[0])
     if kind == "settings":
-        return figures.by_setting(cells, measure)
+        return figures.settings_figure(cells, measure)
     if kind == "differences":
-        return figures.differences(cells, measure)
-    return figures.by_clipped_share(cells, share, measure)
+        return figures.differences_figure(cells, measure)
+    return figures.across_figure(cells, share, measure)

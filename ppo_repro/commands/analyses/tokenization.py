@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
-from ppo_repro.analysis.recorded_tokenizer import recorded_tokenizer
-from ppo_repro.analysis.tokenization import drift_by_iteration, iteration_tables
-from ppo_repro.analysis.words import BOUNDARIES
+from ppo_repro.analysis.tokenization.recorded_tokenizer import recorded_tokenizer
+from ppo_repro.analysis.tokenization.tables import drift_by_iteration, iteration_tables
+from ppo_repro.analysis.tokenization.words import BOUNDARIES
 from ppo_repro.base.latest import run_named
 from ppo_repro.base.output import print_result
 from ppo_repro.records import reader

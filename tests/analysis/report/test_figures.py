@@ -40,7 +40,7 @@ def test_differences_and_ratios_are_counted_by_hand() -> None:
     assert counted[0, 0] == counted[0, -1] == 1, "what lies beyond is in the outer bins"
     ratios = np.array([1.0, 1.5, 0.5, 3.0, math.inf, math.nan], np.float32)
     row = ratio_quantiles(4, pd.DataFrame({"epoch": 0, "minibatch": 0, "ratios": ratios})).iloc[0]
-    assert (row["iteration"], row[0.0], row[0.5], row[1.0]) == (4, 0.5, 1.25, 3.0)
+    assert (row["iteration"], row["smallest"], row["median"], row["largest"]) == (4, 0.5, 1.25, 3.0)
 
 
 def test_intervals_over_seeds_by_hand() -> None:
@@ -143,8 +143,8 @@ def test_a_scan_agrees_with_what_training_recorded(deterministic_run: Path) -> N
     assert scan.flags["token_updates"].sum() == visits
     assert scan.counts.deltas.sum() == 0
     updates = reader.read_updates(deterministic_run)
-    assert scan.ratios[1.0].max() == updates["ratios"].max()
-    assert scan.ratios[0.0].min() == updates["ratios"].min()
+    assert scan.ratios["largest"].max() == updates["ratios"].max()
+    assert scan.ratios["smallest"].min() == updates["ratios"].min()
 
 
 def test_the_token_view_has_what_the_records_have(native_run: Path) -> None:

@@ -114,7 +114,7 @@ def test_a_page_compares_accuracy_with_the_peer_of_the_precision(deterministic_r
     scan = read_page_numbers(facts, *summary_tables(facts))
     for stock in ("float32", "bfloat16"):
         beside = replace(facts, accuracy=replace(facts.accuracy, stock=stock))
-        said = on_policy(beside, scan.counts.parity, scan.counts.draws)[-1].text
+        said = on_policy(beside, scan.counts.agreement, scan.counts.draws)[-1].text
         assert f"from the model in float64 as stock {stock}'s (" in said
 
 

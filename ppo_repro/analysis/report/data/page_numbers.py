@@ -14,10 +14,10 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from ppo_repro.analysis import parity
+from ppo_repro.analysis import agreement
+from ppo_repro.analysis.agreement import Agreement, agreement_of
 from ppo_repro.analysis.clip_flags import recorded_clipped
 from ppo_repro.analysis.pairs import deltas
-from ppo_repro.analysis.parity import Parity, parity_of
 from ppo_repro.analysis.report.data.run_curves import (
     Point,
     read_sampled,
@@ -34,8 +34,8 @@ from ppo_repro.statistics.clusters import Floats
 from ppo_repro.statistics.draws import NONE, Draws
 
 DELTA_EDGES: Floats = 10.0 ** np.linspace(-9.0, 1.0, 31)  # of |old - rollout|, nats
-QUANTILES = (0.0, 0.01, 0.5, 0.99, 1.0)
-UPDATES = [*parity.UPDATES, "clip_flag"]
+QUANTILES = {"smallest": 0.0, "low": 0.01, "median": 0.5, "high": 0.99, "largest": 1.0}
+UPDATES = [*agreement.UPDATES, "clip_flag"]
 FLAG_WORDS = {
     "clip_high": "clipped high", "clip_low": "clipped low", "clip_dual": "clipped dual",
     "wrong_high": "wrong side, high", "wrong_low": "wrong side, low",
@@ -51,7 +51,7 @@ class Counts:
     nonfinite_deltas: int
     nonfinite_ratios: int
     draws: Draws
-    parity: Parity
+    agreement: Agreement
 
     def __add__(self, other: Counts) -> Counts:
         sums: dict[str, Any] = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)}
@@ -77,7 +77,7 @@ class PageNumbers:
     Curves, values and responses are of all iterations. The other numbers leave out iterations that a fork copied.
     """
 
-    curves: pd.DataFrame
+    curves: pd.DataFrame  # one row per Point
     values: dict[int, Floats]  # by iteration
     responses: pd.DataFrame
     counts: Counts
@@ -98,8 +98,9 @@ def delta_counts(delta: Floats) -> npt.NDArray[np.int64]:
 def ratio_quantiles(iteration: int, updates: pd.DataFrame) -> pd.DataFrame:
     """Return iteration, epoch, minibatch and QUANTILES of the finite ratios of each step."""
     finite = updates[np.isfinite(updates["ratios"].to_numpy(np.float64))].astype({"ratios": "float64"})
-    table = finite.groupby(["epoch", "minibatch"])["ratios"].quantile(list(QUANTILES)).unstack()
-    return table.reindex(columns=QUANTILES).reset_index().assign(iteration=iteration)
+    table = finite.groupby(["epoch", "minibatch"])["ratios"].quantile(list(QUANTILES.values())).unstack()
+    named = table.reindex(columns=list(QUANTILES.values())).set_axis(list(QUANTILES), axis="columns")
+    return named.reset_index().assign(iteration=iteration)
 
 
 def read_page_numbers(facts: Facts, iterations: pd.DataFrame, steps: pd.DataFrame) -> PageNumbers:
@@ -125,7 +126,7 @@ def _scan_iteration(facts: Facts, number: int) -> _Iteration:
         points = sampled_points(number, sequences, tokens, draws)
         responses = _response_summary(number, sequences, tokens, updates)
     else:
-        tokens = reader.read_tokens(run_dir, iterations=one, columns=parity.TOKENS, recorded=recorded)
+        tokens = reader.read_tokens(run_dir, iterations=one, columns=agreement.TOKENS, recorded=recorded)
         draws, values, responses = NONE, returns_of(facts, number), pd.DataFrame()
         points = return_points(number, values)
     ratios, flags = ratio_quantiles(number, updates), _flag_counts(number, updates["clip_flag"])
@@ -142,7 +143,7 @@ def _counts(tokens: pd.DataFrame, updates: pd.DataFrame, draws: Draws) -> Counts
         nonfinite_deltas=int(np.count_nonzero(~np.isfinite(delta))),
         nonfinite_ratios=int(nonfinite_ratios.sum()),
         draws=draws,
-        parity=parity_of(tokens, updates),
+        agreement=agreement_of(tokens, updates),
     )
 
 

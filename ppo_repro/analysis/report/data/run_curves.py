@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import pandas as pd
 
-from ppo_repro.analysis import parity
+from ppo_repro.analysis import agreement
 from ppo_repro.analysis.report.data.metrics import Plotted
 from ppo_repro.analysis.report.data.run_facts import Facts, read_facts
 from ppo_repro.config.files import CONTROL
@@ -23,7 +23,7 @@ from ppo_repro.statistics.clusters import Floats, Ratio
 from ppo_repro.statistics.draws import Draws
 
 SEQUENCES = ["iteration", "sequence", "response_length", "scores", "is_correct"]
-TOKENS = [*parity.TOKENS, "entropies", "ref_kl", "cumulative_probs"]
+TOKENS = [*agreement.TOKENS, "entropies", "ref_kl", "cumulative_probs"]
 
 
 class Point(NamedTuple):
@@ -42,7 +42,7 @@ class OneRun:
 
     facts: Facts
     iterations: pd.DataFrame
-    curves: pd.DataFrame
+    curves: pd.DataFrame  # one row per Point
 
     @property
     def unequal(self) -> int:

@@ -59,29 +59,26 @@ def clip_rules(config: RunConfig | ControlConfig, iterations: pd.DataFrame, step
 
 
 def ratios_by_step(ratios: pd.DataFrame) -> pd.DataFrame:
-    """Return the quantiles of the ratios by epoch and minibatch, mean over the iterations.
-
-    `ratios` has columns iteration, epoch, minibatch and the quantiles 0, 0.01, 0.5, 0.99, 1 of each step's ratios.
-    """
+    """Return the quantiles of the ratios by epoch and minibatch, mean over the iterations of `ratio_quantiles`."""
     return ratios.drop(columns="iteration").groupby(["epoch", "minibatch"], as_index=False).mean()
 
 
 def step_figure(steps: pd.DataFrame, rules: Sequence[Rule]) -> Figure:
     """Draw the median and the middle 98 % of `ratios_by_step`, with the bounds of the ratio as `rules`."""
     step = np.arange(len(steps), dtype=np.float64)
-    low, middle, high = (steps[q].to_numpy(np.float64) for q in (0.01, 0.5, 0.99))
+    low, middle, high = (steps[name].to_numpy(np.float64) for name in ("low", "median", "high"))
     x, y = axis_for("optimizer step of an iteration", [step]), axis_for("ratio", [low, high], include=_marked(rules))
     alt = f"In the last step the median ratio is {number(float(middle[-1]))}, 98 % are from {number(float(low[-1]))} "
     alt += f"to {number(float(high[-1]))}."
     chart = line_chart([Line("median", step, middle, low, high)], x, y, alt, rules)
     caption = f"Median, and the middle 98 % as band, mean over the iterations. {alt}"
-    named = steps.rename(columns={q: f"{100 * q:g} % below" for q in QUANTILES})
+    named = steps.rename(columns={name: f"{100 * q:g} % below" for name, q in QUANTILES.items()})
     return Figure("Ratios within an iteration", chart, caption, named)
 
 
 def extreme_ratios(ratios: pd.DataFrame) -> pd.DataFrame:
     """Return the smallest and the largest ratio of each iteration: columns iteration, smallest, largest."""
-    return ratios.groupby("iteration", as_index=False).agg(smallest=(0.0, "min"), largest=(1.0, "max"))
+    return ratios.groupby("iteration", as_index=False).agg(smallest=("smallest", "min"), largest=("largest", "max"))
 
 
 def extremes_figure(extremes: pd.DataFrame, rules: Sequence[Rule]) -> Figure:

@@ -79,7 +79,7 @@ def cause_of(facts: Facts) -> tuple[list[Verdict], list[Figure]]:
 def mismatch_section(counts: Counts, by_bucket: list[Figure], draws: list[Figure]) -> Section:
     """Return the section about mismatch and draws; if no difference can be drawn, a sentence replaces its figures."""
     unequal, title = int(counts.deltas.sum()), "Sampler and trainer"
-    equal = counts.parity.tokens - unequal - counts.nonfinite_deltas
+    equal = counts.agreement.tokens - unequal - counts.nonfinite_deltas
     if not unequal:
         which = f"All {equal:,} finite" if counts.nonfinite_deltas else f"All {equal:,}"
         note = f"{which} differences are exactly 0, so there is no distribution of them to draw."

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pandas as pd
 
+from ppo_repro.analysis.agreement import Agreement
 from ppo_repro.analysis.html.markup import number, sentence, share
 from ppo_repro.analysis.html.page import Verdict
-from ppo_repro.analysis.parity import Parity
 from ppo_repro.analysis.report.data.run_facts import Facts
 from ppo_repro.config.algorithm import KLInReward
 from ppo_repro.config.control import ControlConfig
@@ -80,7 +80,7 @@ def _evaluated(facts: Facts, iterations: pd.DataFrame, column: str, name: str, h
     return Verdict("fact", f"{name} {change(values[0], values[-1])} {where} ({how}).")
 
 
-def on_policy(facts: Facts, counted: Parity, draws: Draws) -> list[Verdict]:
+def on_policy(facts: Facts, counted: Agreement, draws: Draws) -> list[Verdict]:
     """Return sentences about the agreement of sampler and trainer: log-probs, ratios, values and draws."""
     config, unit = facts.ppo, facts.content.token_unit
     anchor = "rollout" if isinstance(config, ControlConfig) else config.ppo.ratio_anchor

@@ -8,8 +8,8 @@ import pandas as pd
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ppo_repro.analysis.words import BOUNDARIES, Boundary, find_words, text_of
-from tests.analysis.cut_texts import Cuts, cuts, frames
+from ppo_repro.analysis.tokenization.words import BOUNDARIES, Boundary, find_words, text_of
+from tests.analysis.tokenization.cut_texts import Cuts, cuts, frames
 
 boundaries = st.sampled_from(BOUNDARIES)
 

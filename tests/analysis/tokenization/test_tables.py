@@ -8,9 +8,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from ppo_repro.analysis.recorded_tokenizer import recorded_tokenizer
-from ppo_repro.analysis.token_kl import SUMMARY_COLUMNS
-from ppo_repro.analysis.tokenization import drift_by_iteration, iteration_tables, summary_by_iteration
+from ppo_repro.analysis.tokenization.recorded_tokenizer import recorded_tokenizer
+from ppo_repro.analysis.tokenization.tables import drift_by_iteration, iteration_tables, summary_by_iteration
+from ppo_repro.analysis.tokenization.token_kl import SUMMARY_COLUMNS
 from ppo_repro.base.errors import UserError
 from ppo_repro.records import reader
 from tests.support.cli import Cli

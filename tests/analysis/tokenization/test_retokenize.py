@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ppo_repro.analysis.recorded_tokenizer import RecordedTokenizer, load_tokenizer, recorded_tokenizer
-from ppo_repro.analysis.retokenize import drift_summary, retokenization
+from ppo_repro.analysis.tokenization.recorded_tokenizer import RecordedTokenizer, load_tokenizer, recorded_tokenizer
+from ppo_repro.analysis.tokenization.retokenize import drift_summary, retokenization
 from ppo_repro.base.errors import UserError
 from ppo_repro.tasks.tokenizer import train_tokenizer
 

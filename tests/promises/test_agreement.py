@@ -10,16 +10,16 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from ppo_repro.analysis.agreement import run_agreement
 from ppo_repro.analysis.mismatch import mismatch_by_iteration, mismatch_table
 from ppo_repro.analysis.pairs import run_pairs
-from ppo_repro.analysis.parity import parity
 from ppo_repro.records import reader
 from ppo_repro.runs.summary import summarise
 from ppo_repro.testing.pairs import KEY
 
 
 def by_loop(run_dir: Path) -> dict[str, float]:
-    """Return the figures of `statistics.bits.disagreement`, number by number; the hex of a float has all its bits."""
+    """Return the figures of `iteration_agreement`, number by number; the hex of a float has all its bits."""
     tokens, updates = reader.read_tokens(run_dir), reader.read_updates(run_dir)
     pairs = [(float(row.old_logprobs), float(row.rollout_logprobs)) for row in tokens.itertuples()]
     values = {tuple(row[name] for name in KEY): row["values"] for row in tokens.to_dict("records")}
@@ -36,7 +36,7 @@ def by_loop(run_dir: Path) -> dict[str, float]:
 @pytest.mark.parametrize("which", ["deterministic_run", "native_run"])
 def test_the_run_counted_what_the_records_hold(which: str, request: pytest.FixtureRequest) -> None:
     run_dir = request.getfixturevalue(which)
-    again, logged = dataclasses.asdict(parity(run_dir)), summarise(run_dir).figures
+    again, logged = dataclasses.asdict(run_agreement(run_dir)), summarise(run_dir).figures
     shared = set(again) & set(logged)
     assert len(shared) >= 6
     assert {name: again[name] for name in shared} == {name: logged[name] for name in shared}
@@ -83,7 +83,7 @@ def test_one_flipped_bit_is_counted(
 
     before = by_loop(deterministic_run)
     monkeypatch.setattr(reader, f"read_{table}", flipped)
-    counted = dataclasses.asdict(parity(deterministic_run))
+    counted = dataclasses.asdict(run_agreement(deterministic_run))
     assert counted[figure] == before[figure] + 1 == by_loop(deterministic_run)[figure] == 1
     others = set(before) - {figure, "max_abs_old_rollout"}
     assert {name: counted[name] for name in others} == {name: before[name] for name in others}

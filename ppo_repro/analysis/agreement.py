@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 
 from ppo_repro.records import reader
-from ppo_repro.statistics.bits import Float32, disagreement, unequal_bits
+from ppo_repro.statistics.bits import Float32, iteration_agreement, unequal_bits
 from ppo_repro.testing.pairs import KEY
 
 TOKENS = [*KEY, "rollout_logprobs", "old_logprobs", "values"]
@@ -20,7 +20,7 @@ UPDATES = [*KEY, "epoch", "minibatch", "ratios", "new_values"]
 
 
 @dataclass(frozen=True)
-class Parity:
+class Agreement:
     """Counts over one or more iterations; `+` adds the counts of other iterations.
 
     Log-probs are in nats. `unequal` means different in any bit.
@@ -36,39 +36,39 @@ class Parity:
     unequal_ratios: int  # over all epochs and minibatches; 0 only if the weights never moved
     unequal_update_values: int
 
-    def __add__(self, other: Parity) -> Parity:
+    def __add__(self, other: Agreement) -> Agreement:
         sums: dict[str, Any] = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)}
         largest = float(np.maximum(self.max_abs_old_rollout, other.max_abs_old_rollout))  # NaN stays NaN
-        return Parity(**sums | {"max_abs_old_rollout": largest})
+        return Agreement(**sums | {"max_abs_old_rollout": largest})
 
 
 def _float32(frame: pd.DataFrame, column: str) -> Float32:
     return np.ascontiguousarray(frame[column].to_numpy(), dtype=np.float32)
 
 
-def parity(run_dir: Path | str) -> Parity:
+def run_agreement(run_dir: Path | str) -> Agreement:
     """Count the unequal bits in a complete run's records, one iteration in memory at a time.
 
     Raises UserError on missing or damaged records.
     """
     recorded = reader.open_manifest(run_dir)
 
-    def of_one(iteration: int) -> Parity:
+    def of_one(iteration: int) -> Agreement:
         tokens = reader.read_tokens(run_dir, iterations=[iteration], columns=TOKENS, recorded=recorded)
         updates = reader.read_updates(run_dir, iterations=[iteration], columns=UPDATES, recorded=recorded)
-        return parity_of(tokens, updates)
+        return agreement_of(tokens, updates)
 
     return reduce(add, map(of_one, range(recorded.num_iterations)))
 
 
-def parity_of(tokens: pd.DataFrame, updates: pd.DataFrame) -> Parity:
+def agreement_of(tokens: pd.DataFrame, updates: pd.DataFrame) -> Agreement:
     """Count the unequal bits of one iteration, from the columns TOKENS and UPDATES of its tables."""
     joined = updates.merge(tokens, on=KEY, how="left", validate="many_to_one")
     rollout, old = (_float32(tokens, name) for name in ("rollout_logprobs", "old_logprobs"))
     is_first = (joined["epoch"] == 0) & (joined["minibatch"] == 0)
     ratios, values, again = _of_steps(joined)
-    return Parity(
-        **disagreement(rollout, old, *_of_steps(joined[is_first]))._asdict(),
+    return Agreement(
+        **iteration_agreement(rollout, old, *_of_steps(joined[is_first]))._asdict(),
         tokens=len(tokens),
         first_minibatch_tokens=int(is_first.sum()),
         update_rows=len(joined),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
-from ppo_repro.analysis.recorded_tokenizer import RecordedTokenizer
+from ppo_repro.analysis.tokenization.recorded_tokenizer import RecordedTokenizer
 from ppo_repro.base.errors import UserError
 from ppo_repro.statistics.clusters import mean
 

@@ -14,9 +14,9 @@ import pandas as pd
 
 from ppo_repro.analysis.clip_flags import token_rule
 from ppo_repro.analysis.pairs import chosen_iterations
-from ppo_repro.analysis.recorded_tokenizer import RecordedTokenizer
-from ppo_repro.analysis.retokenize import DRIFT_COLUMNS, drift_summary, retokenization
-from ppo_repro.analysis.token_kl import (
+from ppo_repro.analysis.tokenization.recorded_tokenizer import RecordedTokenizer
+from ppo_repro.analysis.tokenization.retokenize import DRIFT_COLUMNS, drift_summary, retokenization
+from ppo_repro.analysis.tokenization.token_kl import (
     SEQUENCE_COLUMNS,
     TOKEN_COLUMNS,
     response_table,
@@ -24,8 +24,8 @@ from ppo_repro.analysis.token_kl import (
     token_table,
     word_table,
 )
-from ppo_repro.analysis.word_clip import UPDATE_COLUMNS, clip_table, word_ratios
-from ppo_repro.analysis.words import Boundary
+from ppo_repro.analysis.tokenization.word_clip import UPDATE_COLUMNS, clip_table, word_ratios
+from ppo_repro.analysis.tokenization.words import Boundary
 from ppo_repro.records import reader
 from ppo_repro.records.folder import load_recorded_config
 from ppo_repro.records.manifest import Manifest, require_responses

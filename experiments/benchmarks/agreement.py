@@ -1,6 +1,6 @@
 """Count the bits in which sampler and trainer differ, family by family.
 
-`python -m experiments.benchmarks.parity` runs PPO on a small random model of each family, in deterministic numerics
+`python -m experiments.benchmarks.agreement` runs PPO on a small random model of each family, in deterministic numerics
 and, as the control, in native numerics. It counts the differences in the records. The exit code is 1 if deterministic
 numerics have a difference.
 """
@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 
 import ppo_repro
 from experiments.benchmarks.workload import PROMPT, RESPONSE, set_random_weights
-from ppo_repro.analysis.parity import parity
+from ppo_repro.analysis.agreement import run_agreement
 from ppo_repro.base.mode import MODES, Mode
 
 CONFIG = Path(__file__).with_name("ppo_step.yaml")
@@ -107,7 +107,7 @@ def main() -> int:
             for mode in MODES:
                 tokens = arguments.tokens if mode == MODES[0] else 1
                 run = ppo_repro.train(str(CONFIG), overrides=overrides(folder, mode, tokens), out=Path(text))
-                found = parity(run.path)
+                found = run_agreement(run.path)
                 unequal = (found.unequal_old_rollout_logprobs, found.unequal_first_ratios, found.unequal_values)
                 print(f"| {family} | {mode} | {found.tokens:,} | " + " | ".join(f"{n:,}" for n in unequal) + " |")
                 sys.stdout.flush()

@@ -11,10 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ppo_repro.analysis.clip_flags import ClipRule
-from ppo_repro.analysis.token_kl import METRICS, estimators, response_table, summary_table, token_table, word_table
-from ppo_repro.analysis.word_clip import clip_table, word_ratios
-from ppo_repro.analysis.words import BOUNDARIES, Boundary
-from tests.analysis.cut_texts import Cuts, cuts, frames
+from ppo_repro.analysis.tokenization.token_kl import (
+    METRICS,
+    estimators,
+    response_table,
+    summary_table,
+    token_table,
+    word_table,
+)
+from ppo_repro.analysis.tokenization.word_clip import clip_table, word_ratios
+from ppo_repro.analysis.tokenization.words import BOUNDARIES, Boundary
+from tests.analysis.tokenization.cut_texts import Cuts, cuts, frames
 
 boundaries = st.sampled_from(BOUNDARIES)
 # sums of a few dozen float64 of ordinary size in another order

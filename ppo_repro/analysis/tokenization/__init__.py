@@ -1,0 +1,1 @@
+"""How large are KL and entropy by token, word and response, and how much do they depend on the tokenizer?"""

@@ -6,7 +6,8 @@ import csv
 import io
 import secrets
 import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -163,17 +164,16 @@ def application(index: Index, token: str) -> ASGIApp:
     return Guard(answers, token)  # outside, so that it also guards the answers of Starlette's own
 
 
-def rows_as_csv(index: Index, query: str, values: Sequence[Any]) -> Iterator[str]:
+def rows_as_csv(index: Index, query: str, values: Sequence[Any]) -> Generator[str, None, None]:
     """Yield all rows of a query as CSV (`csv_text`), in chunks, with the names of the runs."""
-    cursor = index.responses.cursor()
-    cursor.execute(query, list(values))
-    rows: list[Sequence[Any]] = [COLUMNS]
-    while rows:
-        buffer = io.StringIO()
-        csv.writer(buffer).writerows(map(cell, row) for row in rows)
-        yield buffer.getvalue()
-        rows = [(index.runs[row[0]].name, *row[1:]) for row in cursor.fetchmany(10_000)]
-    cursor.close()
+    with closing(index.responses.cursor()) as cursor:
+        cursor.execute(query, list(values))
+        rows: list[Sequence[Any]] = [COLUMNS]
+        while rows:
+            buffer = io.StringIO()
+            csv.writer(buffer).writerows(map(cell, row) for row in rows)
+            yield buffer.getvalue()
+            rows = [(index.runs[row[0]].name, *row[1:]) for row in cursor.fetchmany(10_000)]
 
 
 class Server:

@@ -222,7 +222,7 @@ def test_a_difference_that_is_not_finite_is_the_largest_on_the_page_and_in_the_s
     run = Path(shutil.copytree(native_run, tmp_path / native_run.name))
     rewrite_cell(run, "iterations", 1, "max_abs_old_rollout", lambda _: np.array([np.nan]))
     assert math.isnan(summarise(run).figures["max_abs_old_rollout"])
-    assert "largest |old - rollout|, nats nan" in text_of(build.page_of(run, 0))
+    assert "largest |old - rollout|, nats–" in text_of(build.page_of(run, 0)), "a dash is NaN"
 
 
 def test_the_cause_is_of_the_iterations_that_the_page_counts(native_run: Path, tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ WIDTH = 100  # columns
 def add_options(option: Callable[..., argparse.Action]) -> None:
     """Add the options of the command."""
     option("runs", nargs="+", type=_folder_of_run, metavar="RUN", help="two runs")
-    option("--seed", type=int, required=True, help="seed of the sign changes")
+    option("--seed", type=int, default=0, help="seed of the sign changes (0)")
     option("--alpha", type=float, default=0.05)
     option("--margin", type=float, default=MARGIN, help=f"nats of mean |delta| that are equal ({MARGIN})")
     option("--column", choices=COLUMNS, default=COLUMNS[0], help=f"which log-probs ({COLUMNS[0]})")

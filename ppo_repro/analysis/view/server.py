@@ -137,9 +137,10 @@ API = {"state": _state, "responses": _responses, "response": _response, "diff": 
 
 def application(index: Index, token: str) -> ASGIApp:
     """Return the application that serves the page and answers its requests; an error is one line of JSON."""
-    assets = ([HTML / "style.css", HERE / "view.css"], [HTML / "token_view.js", HERE / "view.js"])
+    styles = [HTML / "style.css", HERE / "view.css"]
+    scripts = [HTML / "token_view.js", *(HERE / f"{name}.js" for name in ("state", "list", "response", "view"))]
     body = (HERE / "view.html").read_text(encoding="utf-8").replace("<!-- tokens -->", token_area())
-    html = document("ppo-repro view", body, *assets, connect="'self'")
+    html = document("ppo-repro view", body, styles, scripts, connect="'self'")
 
     def as_json(answer: Callable[[Index, Asked], Answer]) -> Callable[[Request], Response]:
         return lambda request: JSONResponse(finite(answer(index, request.query_params)))

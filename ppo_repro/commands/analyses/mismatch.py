@@ -20,7 +20,7 @@ from ppo_repro.testing.dumps import FORMATS
 def add_options(option: Callable[..., argparse.Action]) -> None:
     """Add the options of the command."""
     option("paths", nargs="+", type=run_named, help="a run, or files of another stack")
-    option("--pair", choices=PAIRS, help=f"which log-probs of one run ({PAIRS[0]})")
+    option("--pair", choices=PAIRS, help=f"which log-probs of one run are compared ({PAIRS[0]})")
     option("--format", choices=FORMATS, help="the stack that wrote the files (default: told from their columns)")
     option("--remedies", action="store_true", help="what each published remedy would have done instead")
 

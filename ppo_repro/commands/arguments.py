@@ -125,7 +125,8 @@ def _look(commands: Any) -> None:
     about = f"folder of a run, `{LATEST}`, or a folder of runs, which are listed; default {RUNS}"
     option("run", metavar="RUN_OR_FOLDER", type=run_folder, nargs="?", default=RUNS, help=about)
     option("--samples", metavar="N", type=count, default=5, help="how many of the last responses are printed")
-    about = "where copies go, as in --track of run; default mlflow: the store of MLFLOW_TRACKING_URI, else sqlite:///mlflow.db"
+    store = "the store of MLFLOW_TRACKING_URI, else sqlite:///mlflow.db"
+    about = f"where the copy goes, as with --track of `run`; default mlflow: {store}"
     _add(commands, track_command, _RUN, _EVENTS)("--uri", metavar="WHERE", help=about)
     option = _add(commands, diff_command)
     for name in ("a", "b"):

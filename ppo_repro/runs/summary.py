@@ -103,7 +103,7 @@ def _agreement(own: pd.DataFrame, anchor: str, has_value_model: bool) -> Describ
     """Describe how far sampler and trainer agree in a run's own iterations, with values if it has a value model."""
     counts = ("unequal_old_rollout_logprobs", "first_minibatch_tokens", "unequal_values", "unequal_first_ratios")
     figures: Figures = {name: int(own[name].sum()) for name in counts}
-    figures["max_abs_old_rollout"] = float(own["max_abs_old_rollout"].max())
+    figures["max_abs_old_rollout"] = float(own["max_abs_old_rollout"].max(skipna=False))
     first = f"of {figures['first_minibatch_tokens']:,}"
     exact = figures["first_minibatch_tokens"] - figures["unequal_first_ratios"]
     differ = f"{figures['unequal_old_rollout_logprobs']:,} of {own['tokens'].sum():,} training log-probs differ"

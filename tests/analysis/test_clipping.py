@@ -138,7 +138,7 @@ def test_a_fork_is_counted_from_its_first_own_iteration_on(tmp_path: Path, cli: 
     assert f"token visits {len(reader.read_updates(origin)):,} in " in cli.done("analyse", "clipping", origin)
     with pytest.raises(UserError, match="iteration 0 is of the run that was forked"):
         clip_tables(forked, iterations=[1, 0])
-    words = ("analyse", "tokenization", forked, "--boundary", "leading", "--iteration")
+    words = ("analyse", "tokenization", forked, "--iteration")
     assert "\nclip band\n" in cli.done(*words, "1")
     copied = cli.done(*words, "0")
     assert "\nclip band: not counted, iteration 0 is of the run that was forked\n" in copied

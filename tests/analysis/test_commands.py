@@ -17,14 +17,16 @@ from ppo_repro.base.errors import UserError
 from ppo_repro.commands.analyse import ANALYSES
 from ppo_repro.records import reader
 from tests.support.cli import Cli, one_line
+from tests.support.json_lines import write_lines
 from tests.support.paths import ROOT
+from tests.testing.audit.rows import ROWS
 
 # the shortest command line of each analysis that is complete; RUN is a recorded run
 COMMANDS = {
     "mismatch": ["RUN"],
-    "compare": ["RUN", "RUN", "--seed", "0"],
+    "compare": ["RUN", "RUN"],
     "clipping": ["RUN"],
-    "tokenization": ["RUN", "--boundary", "leading"],
+    "tokenization": ["RUN"],
     "table": ["RUN"],
     "figure": ["agreement", "x.svg", "RUN"],
 }
@@ -88,11 +90,21 @@ def test_an_analysis_has_its_numbers_in_json(
     clipping = found("clipping", native_run, "--early-stop-kl", "1")
     assert clipping["n_tokens"] == len(reader.read_updates(native_run))
     assert {stop["estimate"] for stop in clipping["early_stops"]} == {"k1", "k3"}
-    words = found("tokenization", native_run, "--boundary", "leading", "--iteration", "1")
+    words = found("tokenization", native_run, "--iteration", "1")
     assert (words["iteration"], words["drift"][0]["iteration"], words["clip"][0]["epoch"]) == (1, 1, 0)
-    compared = found("compare", deterministic_run, native_run, "--seed", "0")["findings"]
+    compared = found("compare", deterministic_run, native_run)["findings"]
     assert compared[0]["verdict"].startswith("different: ")
     assert found("figure", "agreement", "x.svg", native_run) == {"figure": "x.svg"}
+
+
+def test_files_of_another_stack_need_no_format(cli: Cli, tmp_path: Path) -> None:
+    files = [write_lines(tmp_path / f"{name}.jsonl", [ROWS["verl"]] * 2) for name in "ab"]
+    found = cli.json("analyse", "mismatch", *files)
+    assert found == cli.json("analyse", "mismatch", *files, "--format", "verl")
+    assert {row["metric"]: row["value"] for row in found["metrics"]}["n_tokens"] == 8
+    assert "--pair rollout_vs_old: is for recorded runs" in cli.refusal(
+        "analyse", "mismatch", *files, "--pair", "rollout_vs_old"
+    )
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -108,12 +120,12 @@ def test_a_folder_that_is_none_is_one_line(ask: Ask, command: str, tmp_path: Pat
     ("command", "arguments", "message"),
     [
         ("compare", ["RUN", "RUN", "--seed", "-1"], "--seed -1: must be 0 or more"),
-        ("compare", ["RUN", "--seed", "0"], "1 given: give two runs"),
-        ("compare", ["RUN", "RUN", "--seed", "0", "--iterations", "0", "9" * 30], "which both runs have"),
+        ("compare", ["RUN"], "1 given: give two runs"),
+        ("compare", ["RUN", "RUN", "--iterations", "0", "9" * 30], "which both runs have"),
         ("clipping", ["RUN", "--clip-range", "nan", "1"], "clip range = nan, 1"),
         ("mismatch", ["RUN", "RUN"], "`ppo-repro analyse compare` takes two runs"),
-        ("mismatch", ["x.jsonl", "--columns", "verl", "--pair", "rollout_vs_old"], "is for recorded runs"),
-        ("tokenization", ["RUN", "--boundary", "leading", "--iteration", "-1"], "no iteration -1"),
+        ("mismatch", ["x.jsonl", "--format", "verl", "--pair", "rollout_vs_old"], "is for recorded runs"),
+        ("tokenization", ["RUN", "--iteration", "-1"], "no iteration -1"),
     ],
 )
 def test_a_wrong_value_is_one_line(ask: Ask, command: str, arguments: Sequence[str], message: str) -> None:

@@ -67,7 +67,7 @@ def test_exact_against_native(both: pd.DataFrame, deterministic_run: Path, nativ
 def test_the_printed_comparison_fits_a_terminal_and_keeps_every_word(
     both: pd.DataFrame, deterministic_run: Path, native_run: Path, cli: Cli
 ) -> None:
-    out = cli.done("analyse", "compare", deterministic_run, native_run, "--seed", "0")
+    out = cli.done("analyse", "compare", deterministic_run, native_run)
     lines = out.splitlines()[2:]  # without the names of the runs
     assert max(map(len, lines)) <= 110
     words = " ".join(out.split())
@@ -150,7 +150,7 @@ def test_the_hazard_by_hand() -> None:
 def test_a_grid_is_refused(tmp_path: Path, cli: Cli) -> None:
     (tmp_path / "grid.yaml").touch()
     for words in (["--axis", "x", "--a", "p", "--b", "q"], []):
-        refused = cli.refusal("analyse", "compare", tmp_path, *words, "--seed", "0")
+        refused = cli.refusal("analyse", "compare", tmp_path, *words)
         assert "is a grid; `ppo-repro analyse table GRID --against SETTING` compares its settings" in refused
 
 

@@ -78,7 +78,7 @@ def test_a_dpo_run_is_shown_verified_rerun_and_reported(finished: Path, cli: Cli
 @pytest.mark.parametrize(
     "words",
     [
-        *("clipping", "compare --seed 0", "tokenization --boundary leading", "mismatch", "mismatch --remedies"),
+        *("clipping", "compare", "tokenization", "mismatch", "mismatch --remedies"),
         *("figure agreement x.svg", "figure mismatch x.svg"),
     ],
 )

@@ -70,7 +70,7 @@ def responses_of(run_dir: Path, iterations: Sequence[int]) -> str:
 
 
 class Responses:
-    """Table `responses` with one row per response; several threads may use it."""
+    """Table `responses` with one row per response; one thread may change it, and several may read it."""
 
     def __init__(self) -> None:
         self._folder = TemporaryDirectory(prefix="ppo-repro-view-")
@@ -79,14 +79,14 @@ class Responses:
 
     def insert(self, run: int, run_dir: Path, iterations: Sequence[int]) -> None:
         """Add the responses of the given iterations of a run. Raises duckdb.Error if a file cannot be read."""
-        self.cursor().execute(f"insert into responses select ?, * from ({responses_of(run_dir, iterations)})", [run])
+        self._database.execute(f"insert into responses select ?, * from ({responses_of(run_dir, iterations)})", [run])
 
     def remove(self, run: int) -> None:
         """Remove the responses of a run."""
-        self.cursor().execute("delete from responses where run = ?", [run])
+        self._database.execute("delete from responses where run = ?", [run])
 
     def interrupt(self) -> None:
-        """End the statements that run now."""
+        """End the `insert` or `remove` that runs now."""
         self._database.interrupt()
 
     def close(self) -> None:

@@ -77,9 +77,9 @@ class Index:
     def close(self) -> None:
         """End the thread and remove the table."""
         self._ended.set()
-        self.responses.interrupt()
-        if self._thread.is_alive():
-            self._thread.join()
+        while self._thread.is_alive():
+            self.responses.interrupt()  # again, because a statement may begin after the first time
+            self._thread.join(0.1)
         self.responses.close()
 
     def _follow(self) -> None:
@@ -165,6 +165,8 @@ class Index:
                 self.responses.insert(run.number, run.folder, batch)
             except duckdb.Error:
                 for iteration in batch:  # find the iterations that cannot be read
+                    if self._ended.is_set():
+                        return
                     try:
                         self.responses.insert(run.number, run.folder, [iteration])
                     except duckdb.Error as error:

@@ -6,7 +6,8 @@ import csv
 import io
 import secrets
 import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -136,9 +137,10 @@ API = {"state": _state, "responses": _responses, "response": _response, "diff": 
 
 def application(index: Index, token: str) -> ASGIApp:
     """Return the application that serves the page and answers its requests; an error is one line of JSON."""
-    assets = ([HTML / "style.css", HERE / "view.css"], [HTML / "token_view.js", HERE / "view.js"])
+    styles = [HTML / "style.css", HERE / "view.css"]
+    scripts = [HTML / "token_view.js", *(HERE / f"{name}.js" for name in ("state", "list", "response", "view"))]
     body = (HERE / "view.html").read_text(encoding="utf-8").replace("<!-- tokens -->", token_area())
-    html = document("ppo-repro view", body, *assets, connect="'self'")
+    html = document("ppo-repro view", body, styles, scripts, connect="'self'")
 
     def as_json(answer: Callable[[Index, Asked], Answer]) -> Callable[[Request], Response]:
         return lambda request: JSONResponse(finite(answer(index, request.query_params)))
@@ -163,17 +165,16 @@ def application(index: Index, token: str) -> ASGIApp:
     return Guard(answers, token)  # outside, so that it also guards the answers of Starlette's own
 
 
-def rows_as_csv(index: Index, query: str, values: Sequence[Any]) -> Iterator[str]:
+def rows_as_csv(index: Index, query: str, values: Sequence[Any]) -> Generator[str, None, None]:
     """Yield all rows of a query as CSV (`csv_text`), in chunks, with the names of the runs."""
-    cursor = index.responses.cursor()
-    cursor.execute(query, list(values))
-    rows: list[Sequence[Any]] = [COLUMNS]
-    while rows:
-        buffer = io.StringIO()
-        csv.writer(buffer).writerows(map(cell, row) for row in rows)
-        yield buffer.getvalue()
-        rows = [(index.runs[row[0]].name, *row[1:]) for row in cursor.fetchmany(10_000)]
-    cursor.close()
+    with closing(index.responses.cursor()) as cursor:
+        cursor.execute(query, list(values))
+        rows: list[Sequence[Any]] = [COLUMNS]
+        while rows:
+            buffer = io.StringIO()
+            csv.writer(buffer).writerows(map(cell, row) for row in rows)
+            yield buffer.getvalue()
+            rows = [(index.runs[row[0]].name, *row[1:]) for row in cursor.fetchmany(10_000)]
 
 
 class Server:

@@ -16,8 +16,8 @@ from ppo_repro.base.output import print_result
 def add_options(option: Callable[..., argparse.Action]) -> None:
     """Add the options of the command."""
     option("run", type=run_named, help="folder of a run")
-    option("--clip-range", type=float, nargs=2, metavar=("LOW", "HIGH"), help="in place of the run's own")
-    option("--early-stop-kl", type=float, help="where this target would have stopped, nats per token")
+    option("--clip-range", type=float, nargs=2, metavar=("LOW", "HIGH"), help="the range that replaces the run's own")
+    option("--early-stop-kl", type=float, help="the target that would have stopped epochs, nats per token")
 
 
 def command(arguments: argparse.Namespace) -> None:

@@ -25,11 +25,12 @@ WIDTH = 100  # columns
 def add_options(option: Callable[..., argparse.Action]) -> None:
     """Add the options of the command."""
     option("runs", nargs="+", type=_folder_of_run, metavar="RUN", help="two runs")
-    option("--seed", type=int, required=True, help="seed of the sign changes")
-    option("--alpha", type=float, default=0.05)
-    option("--margin", type=float, default=MARGIN, help=f"nats of mean |delta| that are equal ({MARGIN})")
-    option("--column", choices=COLUMNS, default=COLUMNS[0], help=f"which log-probs ({COLUMNS[0]})")
-    option("--iterations", nargs=2, type=int, metavar=("FIRST", "LAST"), help="only these (not of bits)")
+    option("--seed", type=int, default=0, help="seed of the sign changes (0)")
+    option("--alpha", type=float, default=0.05, help="the level of tests and intervals (0.05)")
+    option("--margin", type=float, default=MARGIN, help=f"mean |delta| in nats that counts as equal ({MARGIN})")
+    option("--column", choices=COLUMNS, default=COLUMNS[0], help=f"which log-probs are compared ({COLUMNS[0]})")
+    about = "compare only these iterations; bits are compared in all"
+    option("--iterations", nargs=2, type=int, metavar=("FIRST", "LAST"), help=about)
 
 
 def command(arguments: argparse.Namespace) -> None:

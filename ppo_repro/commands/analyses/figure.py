@@ -24,8 +24,8 @@ def add_options(option: Callable[..., argparse.Action]) -> None:
     about = "the SVG file to write; replaces only a file that ppo-repro wrote"
     option("out", metavar="FILE.svg", type=Path, help=about)
     option("folders", metavar="RUN_OR_GRID", type=run_named, nargs="+", help="runs, or one grid")
-    option("--measure", choices=MEASURES, default="accuracy", help="of a grid")
-    option("--share", choices=("removed", "outside"), default="removed", help="for `across`")
+    option("--measure", choices=MEASURES, default="accuracy", help="which measure of a grid is drawn")
+    option("--share", choices=("removed", "outside"), default="removed", help="which clipped share `across` draws")
 
 
 def command(arguments: argparse.Namespace) -> None:

@@ -19,28 +19,28 @@ from ppo_repro.testing.dumps import FORMATS
 
 def add_options(option: Callable[..., argparse.Action]) -> None:
     """Add the options of the command."""
-    option("paths", nargs="+", type=run_named, help="a run, or files with --columns")
-    option("--pair", choices=PAIRS, help=f"which log-probs of one run ({PAIRS[0]})")
-    option("--columns", choices=FORMATS, help="the stack whose column names the files have")
+    option("paths", nargs="+", type=run_named, help="a run, or files of another stack")
+    option("--pair", choices=PAIRS, help=f"which log-probs of one run are compared ({PAIRS[0]})")
+    option("--format", choices=FORMATS, help="the stack that wrote the files (default: told from their columns)")
     option("--remedies", action="store_true", help="what each published remedy would have done instead")
 
 
 def command(arguments: argparse.Namespace) -> None:
     """Print how far apart two log-probs of the same tokens are, in a run or in a dump of another stack."""
-    pairs = _chosen_pairs(arguments.paths, arguments.pair, arguments.columns)
+    pairs = _chosen_pairs(arguments.paths, arguments.pair, arguments.format)
     name, table = ("remedies", remedy_table(pairs)) if arguments.remedies else ("metrics", mismatch_summary(pairs))
     text = table.to_string(index=False, na_rep="", float_format=lambda x: f"{x:.6g}")
     print_result(arguments.json, {name: table.to_dict("records")}, [text])
 
 
-def _chosen_pairs(paths: Sequence[Path], pair: str | None, columns: str | None) -> Iterator[pd.DataFrame]:
+def _chosen_pairs(paths: Sequence[Path], pair: str | None, form: str | None) -> Iterator[pd.DataFrame]:
     """Return the pairs to compare. Raises UserError for an option that would change nothing."""
-    if columns is not None:
+    if form is not None or any(path.is_file() for path in paths):
         if pair is not None:
-            raise UserError(f"--pair {pair}: is for recorded runs, --columns for files of other stacks; leave one out")
-        return imported_pairs(paths, columns)
+            raise UserError(f"--pair {pair}: is for recorded runs, not for files of other stacks; leave it out")
+        return imported_pairs(paths, form)
     if len(paths) > 1:
         raise UserError(
-            f"{len(paths)} paths: give one run, or files with --columns; `ppo-repro analyse compare` takes two runs"
+            f"{len(paths)} folders: give one run, or files of another stack; `ppo-repro analyse compare` takes two runs"
         )
     return run_pairs(paths[0], pair or PAIRS[0])

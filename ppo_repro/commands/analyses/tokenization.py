@@ -16,9 +16,9 @@ from ppo_repro.records import reader
 def add_options(option: Callable[..., argparse.Action]) -> None:
     """Add the options of the command."""
     option("run", type=run_named, help="folder of a recorded run")
-    option("--iteration", type=int, help="default: the last one")
-    about = "whether white space belongs to the word after or before it"
-    option("--boundary", required=True, choices=BOUNDARIES, help=about)
+    option("--iteration", type=int, help="the iteration that is analysed; default the last one")
+    about = "whether white space belongs to the word after it (leading, the default) or before it (trailing)"
+    option("--boundary", choices=BOUNDARIES, default="leading", help=about)
 
 
 def command(arguments: argparse.Namespace) -> None:

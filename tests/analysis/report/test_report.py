@@ -25,6 +25,7 @@ from ppo_repro.analysis.report.data.run_curves import summary_tables
 from ppo_repro.analysis.report.data.run_facts import read_facts
 from ppo_repro.analysis.report.pair_page import pair_page
 from ppo_repro.analysis.report.sections.grid_answer import answer_cards, main_effects
+from ppo_repro.analysis.report.sections.sampler_and_trainer import cause_of
 from ppo_repro.analysis.report.sections.verdicts import learning, on_policy, troubles
 from ppo_repro.base.errors import UserError
 from ppo_repro.config.files import load_config
@@ -32,7 +33,7 @@ from ppo_repro.config.run import RunConfig
 from ppo_repro.records import reader
 from ppo_repro.records.label import Label, write_label
 from ppo_repro.records.notes import read_accuracy
-from ppo_repro.runs.summary import change
+from ppo_repro.runs.summary import change, summarise
 from tests.analysis.report.hostile_run import make_hostile_run, pieces_of
 from tests.support.cli import Cli
 from tests.support.control import run as record_control
@@ -203,6 +204,35 @@ def test_differences_of_which_none_can_be_drawn_are_a_sentence(native_run: Path,
     finite = f"All {int((~unequal).sum()):,} finite differences are exactly 0, so there is no distribution"
     assert [finite in text for text in (said, control)] == [True, False]
     assert f"{int(unequal.sum()):,} log-prob differences. No figure includes them." in said
+
+
+def test_a_page_without_a_finite_ratio_says_so(native_run: Path, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(native_run, tmp_path / native_run.name))
+    for iteration in range(3):
+        rewrite_cell(run, "updates", iteration, "ratios", lambda values: np.full(len(values), np.inf, np.float32))
+    said, control = text_of(build.page_of(run, 0)), text_of(seen(native_run))
+    finite = "No ratio is finite, so there is no figure of them."
+    assert [finite in text for text in (said, control)] == [True, False]
+    assert "took no step" not in said
+
+
+def test_a_difference_that_is_not_finite_is_the_largest_on_the_page_and_in_the_summary(
+    native_run: Path, tmp_path: Path
+) -> None:
+    run = Path(shutil.copytree(native_run, tmp_path / native_run.name))
+    rewrite_cell(run, "iterations", 1, "max_abs_old_rollout", lambda _: np.array([np.nan]))
+    assert math.isnan(summarise(run).figures["max_abs_old_rollout"])
+    assert "largest |old - rollout|, nats–" in text_of(build.page_of(run, 0)), "a dash is NaN"
+
+
+def test_the_cause_is_of_the_iterations_that_the_page_counts(native_run: Path, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(native_run, tmp_path / native_run.name))
+    cut_back(run, 2, "running")
+    facts = read_facts(run)
+    before = cause_of(facts)
+    shutil.copytree(native_run, run, dirs_exist_ok=True)  # the run goes on
+    assert list(map(repr, cause_of(facts))) == list(map(repr, before))
+    assert repr(cause_of(read_facts(run))) != repr(before), "the control"
 
 
 def test_the_command_writes_the_page_and_says_where(native_run: Path, tmp_path: Path, cli: Cli) -> None:

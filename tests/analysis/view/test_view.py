@@ -6,20 +6,22 @@ import csv
 import io
 import json
 import shutil
+import threading
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode, urlsplit
 
+import duckdb
 import numpy as np
 import pandas as pd
 import pytest
 
 from ppo_repro.analysis.view import database
 from ppo_repro.analysis.view import index as index_module
-from ppo_repro.analysis.view.server import Server
+from ppo_repro.analysis.view.server import Server, rows_as_csv
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.files import MANIFEST
 from ppo_repro.records import manifest, reader
@@ -209,6 +211,37 @@ def test_a_query_that_takes_too_long_is_ended(hostile: Server, monkeypatch: pyte
     with pytest.raises(database.Slow):
         hostile.index.responses.rows("select sum(a.range * b.range) from range(10000000) a, range(10000000) b")
     assert api(hostile, "responses")["total"] > 0, "the next one is answered"
+
+
+def test_the_view_ends_at_once_while_it_reads_a_run(native_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads = []
+
+    def endless(run_dir: Path, iterations: Sequence[int]) -> str:
+        reads.append(iterations)
+        numbers = "range(10000000) as a, range(10000000) as b where a.range * b.range < 0"
+        return f"select r.* exclude (run) from responses as r, {numbers}"
+
+    index = index_module.Index([native_run])
+    index.look()  # rows, so that the statement takes long
+    monkeypatch.setattr(database, "responses_of", endless)
+    index.runs[0].read = 0
+    index.start()
+    until(lambda: reads, "the statement")
+    ending = threading.Thread(target=index.close, daemon=True)
+    ending.start()
+    ending.join(10)
+    assert not ending.is_alive()
+    assert len(reads) == 1, "no iteration is tried again"
+
+
+def test_a_download_that_is_broken_off_leaves_no_cursor(hostile: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    cursor = hostile.index.responses.cursor()
+    monkeypatch.setattr(hostile.index.responses, "cursor", lambda: cursor)
+    download = rows_as_csv(hostile.index, "select * from responses", ())
+    assert next(download).startswith("run,iteration")
+    download.close()
+    with pytest.raises(duckdb.ConnectionException):
+        cursor.execute("select 1")
 
 
 def test_a_run_that_works_is_followed_and_partial_files_are_passed_over(native_run: Path, tmp_path: Path) -> None:

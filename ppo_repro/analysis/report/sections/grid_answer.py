@@ -40,7 +40,7 @@ def answer_cards(
         Card("What is the answer?", answer, chart=chart),
     ]
     if len(compared):
-        caption = "p with Holm's correction; seen from: found with probability 0.8"
+        caption = "p with Holm's correction; smallest detectable difference: found with probability 0.8"
         cards.append(Card("Differences, paired by seed", blocks=[scrolled(table(compared, caption))]))
         effects = main_effects(folder, finals, result)
         if len(effects):
@@ -130,7 +130,9 @@ def _answer(
         {
             "setting": compared["point"],
             **_columns(compared, f"minus {points[0]}"),
-            "seen from": ["too few seeds" if effect > largest else number(effect, 2) for effect in detected],
+            "smallest detectable difference": [
+                "too few seeds" if effect > largest else number(effect, 2) for effect in detected
+            ],
         }
     )
     return [Verdict("fact", answer), *differing], differences

@@ -23,10 +23,10 @@ from ppo_repro.config.run import RunConfig
 
 
 def clipping_section(facts: Facts, iterations: pd.DataFrame, steps: pd.DataFrame, numbers: PageNumbers) -> Section:
-    """Return the section about ratios and clipping; if no step had ratios, a sentence replaces the figures."""
+    """Return the section about ratios and clipping; if no ratio is finite, a sentence replaces the figures."""
     title = "Ratios and clipping"
     if not len(numbers.ratios):
-        return Section("clipping", title, ("The policy took no step, so there are no ratios.",))
+        return Section("clipping", title, ("No ratio is finite, so there is no figure of them.",))
     rules = clip_rules(facts.ppo, iterations, steps)
     drawn = [
         step_figure(ratios_by_step(numbers.ratios), rules),
@@ -49,7 +49,7 @@ def clip_rules(config: RunConfig | ControlConfig, iterations: pd.DataFrame, step
     ranges = (steps if isinstance(config, ControlConfig) else iterations)["clip_range"]
     last = float(ranges.iloc[-1])
     if isinstance(config, ControlConfig):
-        rule: ClipRule | None = ClipRule("token", "old", last, last)
+        rule: ClipRule | None = ClipRule("token", "rollout", last, last)
     else:
         rule = token_rule(config.ppo, last)
     if rule is None:

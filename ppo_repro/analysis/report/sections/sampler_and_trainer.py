@@ -63,7 +63,7 @@ def cause_of(facts: Facts) -> tuple[list[Verdict], list[Figure]]:
     This reads the run once more, because only a run with unequal log-probs needs the other columns.
     """
     measured, patterns = list[IterationMismatch](), list[PatternSums]()
-    for pairs in run_evidence(facts.run_dir, allow_incomplete=True):
+    for pairs in run_evidence(facts.run_dir, facts.manifest.own_iterations, allow_incomplete=True):
         measured += mismatch_by_iteration([pairs])
         patterns.append(pattern_sums(with_mismatch(pairs)))
     metrics, buckets = mismatch_table(measured), bucket_table([part.buckets for part in measured])

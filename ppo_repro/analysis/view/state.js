@@ -1,0 +1,81 @@
+// What the page shows now, its requests to the server, and its words for runs and responses.
+const EACH = 50; // responses of a page
+const MARKS = { right: "✓ right", wrong: "✗ wrong", unjudged: "–" };
+const form = at("query");
+const asked = new URLSearchParams(location.search);
+const token = asked.get("token");
+const state = {
+  sort: asked.get("sort") || "iteration",
+  order: asked.get("order") || "desc",
+  offset: Number(asked.get("offset") || 0),
+  rows: [], // responses of the list
+  chosen: null, // place of the opened response
+  marked: null, // place of the response marked for a diff
+  version: -1, // of the server's table
+  runs: new Map(), // by number
+  calls: {}, // the newest request of each kind
+  errors: {}, // one line of each kind
+};
+
+// a later request of the same kind makes an earlier one void
+async function ask(name, params = {}) {
+  if (state.calls[name]) state.calls[name].abort();
+  const call = (state.calls[name] = new AbortController());
+  try {
+    const address = "/api/" + name + "?" + new URLSearchParams({ ...params, token });
+    const found = await (await fetch(address, { signal: call.signal })).json();
+    showError(name, found.error || "");
+    return found.error ? null : found;
+  } catch (error) {
+    if (error.name !== "AbortError") showError(name, "No answer: the server has ended; start `ppo-repro view` again.");
+    return null;
+  }
+}
+
+function showError(name, text) {
+  state.errors[name] = text;
+  at("said").textContent = visible([...new Set(Object.values(state.errors))].filter(Boolean).join(" "));
+}
+
+function filters() {
+  const found = { sort: state.sort, order: state.order };
+  for (const [name, value] of new FormData(form)) if (value !== "") found[name] = value;
+  return found;
+}
+
+const placeOf = (row) => ({ run: row.run, iteration: row.iteration, sequence: row.sequence });
+const isSame = (a, b) => a && b && a.run === b.run && a.iteration === b.iteration && a.sequence === b.sequence;
+
+// what a person called the run, else what it differs in, else its folder
+const nameOf = (run) => run.name || run.short || run.folder;
+const runName = (row) => (state.runs.has(row.run) ? nameOf(state.runs.get(row.run)) : String(row.run));
+
+// whether any run judges its responses right or wrong
+const isJudged = () => [...state.runs.values()].some((run) => run.judged);
+
+function judgement(row) {
+  const run = state.runs.get(row.run);
+  if (run && !run.judged) return "unjudged";
+  if (row.correct) return "right";
+  return row.answer === "" ? "unjudged" : "wrong";
+}
+
+// `word` before other words; nothing for a response that is neither right nor wrong
+const ifJudged = (row, word) => (judgement(row) === "unjudged" ? "" : word + ", ");
+
+// puts a text into a node with every `needle` marked; `around`, if given, is how many characters before the first stay
+function putMarked(node, text, needle, around) {
+  const low = needle ? needle.toLowerCase() : "";
+  const from = low ? text.toLowerCase().indexOf(low) : -1;
+  const start = around && from > around ? from - around : 0;
+  const shown = (start ? "… " : "") + text.slice(start);
+  const parts = [];
+  let rest = around ? shown.slice(0, 8 * around).replace(/\n/g, "↵") : shown;
+  for (let i = low ? rest.toLowerCase().indexOf(low) : -1; i >= 0; i = rest.toLowerCase().indexOf(low)) {
+    parts.push(visible(rest.slice(0, i)), make("mark", visible(rest.slice(i, i + low.length))));
+    rest = rest.slice(i + low.length);
+  }
+  node.replaceChildren(...parts, visible(rest));
+  node.dir = "auto";
+  return node;
+}

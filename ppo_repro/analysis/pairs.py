@@ -11,6 +11,8 @@ them, a chunk also has the columns
     turn: int32, of the model, from 0: how often the environment spoke before
     route: int32, an index into ROUTES: whether sampler and trainer chose the same experts
 
+Chunks of a dump also have the other columns of `testing.dumps.EXTRA` that the dump has, in float32.
+
 `chunk.attrs["masked"]` counts the tokens that a mask removed from the chunk, possibly all. Runs have no mask.
 """
 

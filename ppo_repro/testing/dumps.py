@@ -27,19 +27,26 @@ if TYPE_CHECKING:
 ROUNDING = 1e-3  # nats; by less than this a log-prob may be above 0
 SUFFIXES = (".jsonl", ".parquet", ".pt")
 INSIDE = ("samples", "rollout_data")  # slime's names for the rows, or the columns
-# other numbers of each token, and their names in dumps
+# other numbers of each token, and their names in dumps: first ours, then names of stacks
 EXTRA = {
-    "entropies": ("entropies", "entropy"),
+    "entropies": ("entropies", "entropy", "entropys"),
+    "prob_sq_sums": ("prob_sq_sums", "sum_pi_squared"),
     "cumulative_probs": ("cumulative_probs",),
     "log_kept_mass": ("log_kept_mass",),
+    "logprobs_b_again": ("logprobs_b_again",),
+    "token_id_b": ("token_id_b",),
+    "pad_length": ("pad_length",),
+    "steps_since_sync": ("steps_since_sync",),
+    "prompt_differs": ("prompt_differs",),
     "advantages": ("advantages",),
 }
+OF_RESPONSE = ("pad_length", "steps_since_sync", "prompt_differs")  # may be one number for all tokens of a response
 DumpRow = Mapping[str, Any]
 Array = npt.NDArray[Any]
 Kind = Literal["log-probs in nats", "numbers", "token ids", "positions", "0 and 1"]
 _DTYPES = {
     "log-probs in nats": "fiu",
-    "numbers": "fiu",
+    "numbers": "fiub",
     "token ids": "iu",
     "positions": "iu",
     "0 and 1": "fiub",
@@ -265,6 +272,8 @@ def _extra(where: str, row: DumpRow, tokens: int) -> dict[str, Array]:
     found = {}
     for name, spelled in EXTRA.items():
         values = next((row[n] for n in spelled if isinstance(row.get(n), list | tuple | np.ndarray)), ())
+        if name in OF_RESPONSE and isinstance(row.get(name), int | float | np.number | np.bool_):
+            values = [row[name]] * tokens
         if 0 < len(values) != tokens:
             raise UserError(f"{where}: {name} has {len(values)} entries for {tokens} response tokens")
         if len(values):

@@ -402,7 +402,8 @@ def _tensor_rows(path: Path, names: Names | str | None) -> Generator[DumpRow, No
         if used.sampler not in columns:
             raise _no_column(path, used.sampler, part)
         count = len(columns[used.sampler])
-        for name in {str(getattr(used, f.name)) for f in fields(Names)} & columns.keys():
+        read = {str(getattr(used, f.name)) for f in fields(Names)}.union(*EXTRA.values())
+        for name in sorted(read & columns.keys()):
             if len(columns[name]) != count:
                 raise UserError(
                     f"{path}: {name} has {len(columns[name])} rows, {used.sampler} has {count}; all must have as many"

@@ -199,6 +199,14 @@ def test_one_number_beside_the_columns_is_no_column(tmp_path: Path) -> None:
     assert same(read(tmp_path / "dump.pt", None), read(write(tmp_path / "dump.jsonl", [ROWS["verl"]]), "verl"))
 
 
+def test_a_column_with_another_number_of_rows_is_refused(tmp_path: Path) -> None:
+    columns = {name: torch.tensor([row, row]) for name, row in ROWS["verl"].items()}
+    for name in ("responses", "entropies", "pad_length"):
+        torch.save(columns | {name: torch.ones(3, 3, dtype=torch.int64)}, tmp_path / "dump.pt")
+        with pytest.raises(UserError, match=f"{name} has 3 rows, rollout_log_probs has 2; all must have as many"):
+            read(tmp_path / "dump.pt", "verl")
+
+
 @pytest.mark.parametrize("kind", [torch.Tensor.to_sparse, lambda x: x.to("meta")])
 @pytest.mark.parametrize("side", ["rollout_log_probs", "old_log_probs"])
 def test_a_tensor_without_a_list_of_numbers_is_refused(side: str, kind: Any, tmp_path: Path) -> None:

@@ -189,8 +189,8 @@ def imported_pairs(
 
     `names` is a `Names`, one of FORMATS, or None to recognise the stack by its columns. The column sequence numbers the
     responses of all files; position is the index in the response, which counts masked tokens. Log-probs are in nats;
-    null becomes NaN. Masked tokens are dropped and counted in `chunk.attrs["masked"]`. Raises UserError, which names
-    file and row.
+    null becomes NaN. Masked tokens are dropped and counted in `chunk.attrs["masked"]`, also padding after a response,
+    unless a padding mask of the file is of the response too. Raises UserError, which names file and row.
     """
     if isinstance(names, str) and names not in FORMATS:
         raise UserError(f"columns = {names!r}: must be one of {', '.join(FORMATS)}, or Names(...)")

@@ -95,16 +95,20 @@ def test_what_differs_from_a_golden_run_is_named_and_the_environment_only_where_
     made, path = golden.golden_of(deterministic_run), tmp_path / "golden.json"
     steps = [{**made.tables[0], "steps": "00"}, *made.tables[1:]]
     other = {**made.environment, "packages.torch": "1.0"}
+    evaluation = next(file for file in made.side_tables or {} if "evaluations" in file)
     for change, message in (
         ({"tables": steps}, r"table steps, iteration 0: .*golden 00; the environment is the same"),
         ({"tables": steps, "environment": other}, r"environment differs: packages.torch \S+ \(golden 1.0\)"),
         ({"tables": [{**made.tables[0], "gone": "00"}, *made.tables[1:]]}, r"table gone, .*: digest None, golden 00"),
         ({"tables": made.tables[:-1]}, "number of iterations"),
+        ({"side_tables": (made.side_tables or {}) | {evaluation: "00"}}, rf"{evaluation}: digest \w+, golden 00"),
         ({"fingerprint": "00"}, "final results"),
     ):
         path.write_text(made.model_copy(update=change).model_dump_json())
         with pytest.raises(AssertionError, match=message):
             assert_matches_golden(deterministic_run, path)
+    path.write_text(made.model_dump_json(exclude={"side_tables"}))  # of an earlier version
+    assert_matches_golden(deterministic_run, path)
     path.write_text("{}")
     with pytest.raises(UserError, match="is not a golden run"):
         assert_matches_golden(deterministic_run, path)

@@ -127,19 +127,14 @@ def _by_field(records: Sequence[Record]) -> Record:
     return type(records[0])(*map(sum, zip(*map(astuple, records), strict=True)))
 
 
-def require_columns(pairs: pd.DataFrame) -> None:
-    """Raise UserError if a column of PAIR is missing."""
-    missing = [name for name in PAIR if name not in pairs.columns]
-    if missing:
-        raise UserError(f"pairs have no column '{missing[0]}'; needed are {', '.join(PAIR)}")
-
-
 def ordered(pairs: pd.DataFrame) -> pd.DataFrame:
     """Return the pairs in the order of KEY.
 
     Raises UserError on missing columns, log-probs not in float32, or repeated tokens.
     """
-    require_columns(pairs)
+    missing = [name for name in PAIR if name not in pairs.columns]
+    if missing:
+        raise UserError(f"pairs have no column '{missing[0]}'; needed are {', '.join(PAIR)}")
     for name in ("logprobs_a", "logprobs_b"):
         if pairs[name].dtype != np.float32:
             raise UserError(f"column {name} is {pairs[name].dtype}: must be float32, as computed, without rounding")

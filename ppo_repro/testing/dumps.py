@@ -66,7 +66,7 @@ class Names:
     response_length: str | None = None  # number of entries at the end of `tokens` that are the response
     iteration: str = "iteration"
     ahead: tuple[str, ...] = ()  # columns whose entry i is about token i + 1
-    all_ahead_with: str | None = None  # in a file with this column the mask and both log-probs are ahead
+    all_ahead_with: str | None = None  # in a file with this column all numbers of tokens are ahead, but no ids
 
     @property
     def has_whole_sequences(self) -> bool:
@@ -311,9 +311,9 @@ def _padded(where: str, names: Names, prompt: Array, tokens: Array, is_real: Arr
 def _about_own_tokens(row: DumpRow, names: Names, lists: dict[str, Array]) -> dict[str, Array]:
     """Return the numbers of a whole sequence, each at its own token: some stacks write them one token ahead."""
     columns = _column_names(names)
-    every = _has(row, names.all_ahead_with)
-    is_ahead = {name: every or columns.get(name, name) in names.ahead for name in lists}
-    return {name: np.roll(values, 1) if is_ahead[name] else values for name, values in lists.items()}
+    numbers = lists.keys() - {"token_id_b"}
+    ahead = numbers if _has(row, names.all_ahead_with) else {n for n in lists if columns.get(n, n) in names.ahead}
+    return {name: np.roll(values, 1) if name in ahead else values for name, values in lists.items()}
 
 
 def _split_whole(ids: _Ids, lists: dict[str, Array]) -> tuple[_Ids, dict[str, Array]]:

@@ -63,6 +63,15 @@ def test_every_token_that_a_mask_removes_is_counted_and_marked_padding_is_not(tm
             table(chunks[1:])
 
 
+def test_ids_stand_at_their_own_tokens_where_all_numbers_are_ahead(tmp_path: Path) -> None:
+    row = {name: np.roll(values, -1).tolist() for name, values in ROWS["areal"].items()}
+    row |= {name: ROWS["areal"][name] for name in ("input_ids", "attention_mask", "prox_logp")}
+    row |= {"advantages": [0.0] * 6, "token_id_b": row["input_ids"]}
+    (chunk,) = imported_pairs(write_lines(tmp_path / "a.jsonl", [row]))
+    assert chunk["token_id"].tolist() == chunk["token_id_b"].tolist() == [7, 9]
+    assert chunk["logprobs_a"].tolist() == chunk["logprobs_b"].tolist() == [-0.5, -2.0]
+
+
 def test_an_unknown_stack_is_refused() -> None:
     with pytest.raises(UserError, match="columns = 'mine': must be one of ppo_repro, verl"):
         list(imported_pairs("a.jsonl", "mine"))

@@ -37,9 +37,10 @@ def mismatch_table(iterations: Iterable[IterationMismatch]) -> pd.DataFrame:
 
     Raises UserError if there is no token.
     """
-    tables = [metric_table(one.sums).assign(iteration=one.iteration) for one in iterations]
-    if not tables:
+    parts = list(iterations)
+    if not any(len(one.sums.sequences) for one in parts):  # a mask may have removed all
         raise UserError(NO_TOKEN)
+    tables = [metric_table(one.sums).assign(iteration=one.iteration) for one in parts]
     return pd.concat(tables).set_index("iteration").reset_index()
 
 
@@ -50,7 +51,7 @@ def mismatch_summary(pairs: Iterable[pd.DataFrame]) -> pd.DataFrame:
     of log-probs are in nats. Raises UserError if there is no token.
     """
     parts = [mismatch_sums(with_mismatch(chunk), masked_tokens(chunk)) for chunk in pairs]
-    if not parts:
+    if not any(len(part.sequences) for part in parts):
         raise UserError(NO_TOKEN)
     ideal = pd.Series([metric.ideal for metric in METRICS], dtype="float64")
     explained = metric_table(merged_sums(parts)).assign(ideal=ideal, meaning=[metric.meaning for metric in METRICS])

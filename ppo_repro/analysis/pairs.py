@@ -11,6 +11,8 @@ them, a chunk also has the columns
     turn: int32, of the model, from 0: how often the environment spoke before
     route: int32, an index into ROUTES: whether sampler and trainer chose the same experts
 
+Chunks of a dump also have the other columns of `testing.dumps.EXTRA` that the dump has, in float32.
+
 `chunk.attrs["masked"]` counts the tokens that a mask removed from the chunk, possibly all. Runs have no mask.
 """
 
@@ -187,8 +189,8 @@ def imported_pairs(
 
     `names` is a `Names`, one of FORMATS, or None to recognise the stack by its columns. The column sequence numbers the
     responses of all files; position is the index in the response, which counts masked tokens. Log-probs are in nats;
-    null becomes NaN. Masked tokens are dropped and counted in `chunk.attrs["masked"]`. Raises UserError, which names
-    file and row.
+    null becomes NaN. Masked tokens are dropped and counted in `chunk.attrs["masked"]`, also padding after a response,
+    unless a padding mask of the file is of the response too. Raises UserError, which names file and row.
     """
     if isinstance(names, str) and names not in FORMATS:
         raise UserError(f"columns = {names!r}: must be one of {', '.join(FORMATS)}, or Names(...)")

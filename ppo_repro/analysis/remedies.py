@@ -173,7 +173,7 @@ def remedy_table(pairs: Iterable[pd.DataFrame], remedies: Sequence[Remedy] = PUB
         k3_kept: k3 over tokens whose weight is not 0
     """
     sums: list[list[pd.DataFrame]] = []  # by chunk and remedy
-    for chunk in pairs:
+    for chunk in (pair for pair in pairs if len(pair)):  # a mask may have removed all tokens of an iteration
         a, b = (chunk[name].to_numpy().astype(np.float64) for name in ("logprobs_a", "logprobs_b"))
         response = chunk.groupby(["iteration", "sequence"]).ngroup().to_numpy()
         complete = (np.bincount(response, ~(np.isfinite(a) & np.isfinite(b))) == 0)[response]

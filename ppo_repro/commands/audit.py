@@ -114,7 +114,7 @@ def _responses(options: argparse.Namespace, model: Path, run: RunDump | None) ->
         check_config(folder, f"{option} {folder}")
         check_weights(folder, f"{option} {folder}")
     rows = read_dump(options.dump, options.format) if run is None else read_dump(run.rows, "ppo_repro")
-    responses = list(islice(rows, options.responses))
+    responses = list(islice((row for row in rows if row.counts.any()), options.responses))
     if not responses:
         raise UserError(f"{options.dump}: has no response with a token that counts; there is nothing to audit")
     return responses, responses[-1].row - len(responses)

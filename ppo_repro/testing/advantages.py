@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ppo_repro.base.errors import UserError
-from ppo_repro.testing.losses import LAYOUTS, WHOLE, DrawnResponses, lay_out, ordered
+from ppo_repro.testing.layouts import LAYOUTS, WHOLE, DrawnResponses, lay_out, ordered
 
 Kind = Literal["gae", "rewards_to_go", "group_mean", "group_normalised"]
 Divisor = Literal["n", "n - 1"]
@@ -153,7 +153,8 @@ def check_advantages(
     alone = _alone_in_verl(kind, rewards, GROUPS, epsilon)
     in_verl = torch.tensor([advantage for row in alone for advantage in row], dtype=torch.float64)
     columns = {"new_logprobs": torch.zeros(sum(LENGTHS)).double(), "rewards": numbers[0], "values": numbers[1]}
-    rollout = DrawnResponses(LENGTHS, columns, torch.ones(sum(LENGTHS), dtype=torch.bool))
+    places = [f"sequence {sequence}, position {k}" for sequence, length in enumerate(LENGTHS) for k in range(length)]
+    rollout = DrawnResponses(LENGTHS, columns, torch.ones(sum(LENGTHS), dtype=torch.bool), places)
     changes = {}
     for layout, dtype in CASES:
         order = ordered(len(LENGTHS), layout)
@@ -169,5 +170,5 @@ def check_advantages(
         for i in (~is_right).nonzero()[:1, 0].tolist():
             both = f"{float(found[i]):.6g} instead of {float(expected[i]):.6g}"
             name = layout.describe()
-            changes[name if dtype == torch.float64 else f"float32, {name}"] = f"{both} at {rollout.describe(i)}"
+            changes[name if dtype == torch.float64 else f"float32, {name}"] = f"{both} at {rollout.places[i]}"
     return changes

@@ -27,7 +27,6 @@ from ppo_repro.testing.evidence import (
     added_patterns,
     ordered,
     pattern_sums,
-    require_columns,
 )
 
 
@@ -91,9 +90,8 @@ def diagnose_chunks(chunks: Iterable[pd.DataFrame]) -> Diagnosis:
     """
     sizes, patterns = list[MismatchSums](), list[PatternSums]()
     for chunk in chunks:
-        require_columns(chunk)
-        for _, pairs in chunk.groupby("iteration", sort=True):
-            tokens = with_mismatch(ordered(pairs))
+        for _, pairs in ordered(chunk).groupby("iteration", sort=True):
+            tokens = with_mismatch(pairs)
             sizes.append(mismatch_sums(tokens))
             patterns.append(pattern_sums(tokens))
     return diagnose_sums(sizes, patterns)

@@ -27,19 +27,26 @@ if TYPE_CHECKING:
 ROUNDING = 1e-3  # nats; by less than this a log-prob may be above 0
 SUFFIXES = (".jsonl", ".parquet", ".pt")
 INSIDE = ("samples", "rollout_data")  # slime's names for the rows, or the columns
-# other numbers of each token, and their names in dumps
+# other numbers of each token, and their names in dumps: first ours, then names of stacks
 EXTRA = {
-    "entropies": ("entropies", "entropy"),
+    "entropies": ("entropies", "entropy", "entropys"),
+    "prob_sq_sums": ("prob_sq_sums", "sum_pi_squared"),
     "cumulative_probs": ("cumulative_probs",),
     "log_kept_mass": ("log_kept_mass",),
+    "logprobs_b_again": ("logprobs_b_again",),
+    "token_id_b": ("token_id_b",),
+    "pad_length": ("pad_length",),
+    "steps_since_sync": ("steps_since_sync",),
+    "prompt_differs": ("prompt_differs",),
     "advantages": ("advantages",),
 }
+OF_RESPONSE = ("pad_length", "steps_since_sync", "prompt_differs")  # may be one number for all tokens of a response
 DumpRow = Mapping[str, Any]
 Array = npt.NDArray[Any]
 Kind = Literal["log-probs in nats", "numbers", "token ids", "positions", "0 and 1"]
 _DTYPES = {
     "log-probs in nats": "fiu",
-    "numbers": "fiu",
+    "numbers": "fiub",
     "token ids": "iu",
     "positions": "iu",
     "0 and 1": "fiub",
@@ -59,7 +66,12 @@ class Names:
     response_length: str | None = None  # number of entries at the end of `tokens` that are the response
     iteration: str = "iteration"
     ahead: tuple[str, ...] = ()  # columns whose entry i is about token i + 1
-    all_ahead_with: str | None = None  # in a file with this column the mask and both log-probs are ahead
+    all_ahead_with: str | None = None  # in a file with this column all numbers of tokens are ahead, but no ids
+
+    @property
+    def has_whole_sequences(self) -> bool:
+        """Return whether `tokens` has the prompt too, and no column says where the response begins."""
+        return self.prompt is None and self.response_length is None
 
 
 FORMATS = {
@@ -82,7 +94,10 @@ FORMATS = {
 
 @dataclass(frozen=True)
 class DumpedResponse:
-    """One response of n tokens. `sampler`, `trainer`: float32 [n], nats; `counts`: bool [n]."""
+    """One response up to its last token that counts, the n-th.
+
+    `sampler`, `trainer`: float32 [n], nats; `counts`: bool [n].
+    """
 
     row: int  # the number of the response in the file, from 1
     prompt_ids: tuple[int, ...]
@@ -92,7 +107,7 @@ class DumpedResponse:
     counts: npt.NDArray[np.bool_]
     padding: tuple[int, ...] = ()  # ids of the padding before the prompt
     iteration: int = 0
-    masked: int = 0  # tokens of the row that do not count, including tokens after the n
+    masked: int = 0  # tokens of the response that do not count, also after the n, but not padding that the row marks
     extra: Mapping[str, npt.NDArray[np.float32]] = field(default_factory=dict)  # [n] each, of EXTRA
 
     @property
@@ -119,7 +134,7 @@ def names_of(where: str, columns: Iterable[str], form: str | None = None) -> Nam
 
 
 def read_dump(source: Path | str | pd.DataFrame, names: Names | str | None = None) -> Iterator[DumpedResponse]:
-    """Yield in order the responses of a dump that have a token that counts.
+    """Yield in order the responses of a dump; a response without a token that counts has n = 0.
 
     `names` is a `Names`, a format of FORMATS, or None to recognise the format by the columns. Raises UserError, which
     names the row.
@@ -148,9 +163,7 @@ def _responses(where: str, rows: Iterator[Any], names: Names | str | None) -> It
         raise UserError(f"{where}: has a row per token and no column sequence; add it: the number of the response")
     for number, row in enumerate(every, 1):
         place = f"sequence {row['sequence'][0]}" if is_by_token else f"row {number}"
-        response = _response(f"{where}: {place}", number, row, names)
-        if response is not None:
-            yield response
+        yield _response(f"{where}: {place}", number, row, names)
 
 
 def impossible(values: npt.NDArray[np.float32]) -> str:
@@ -203,86 +216,113 @@ def _of_whole_response(where: str, tokens: Sequence[DumpRow], names: Names) -> D
     return found
 
 
-def _response(where: str, number: int, row: DumpRow, names: Names) -> DumpedResponse | None:
-    def array(name: str, kind: Kind) -> Array:
-        return _array(where, name, _column(where, row, name), kind)
+@dataclass(frozen=True)
+class _Ids:
+    """Token ids of a row. Before `_split_whole`, `tokens` of a whole sequence has the prompt too."""
 
-    def has(name: str | None) -> bool:
-        return name is not None and row.get(name) is not None
+    tokens: Array  # -1 if the file has no tokens
+    is_real: npt.NDArray[np.bool_]  # of each token; False at padding that the row marks
+    prompt: Array = field(default_factory=lambda: np.empty(0, np.int64))
+    padding: Array = field(default_factory=lambda: np.empty(0, np.int64))  # before the prompt
 
-    sides = {name: array(name, "log-probs in nats") for name in (names.sampler, names.trainer)}
-    has_tokens, mask = has(names.tokens), str(names.mask)
-    tokens = array(str(names.tokens), "token ids") if has_tokens else np.full(len(sides[names.sampler]), -1)
-    real = array(str(names.padding_mask), "0 and 1").astype(bool) if has(names.padding_mask) else None
-    prompt, padding = np.empty(0, np.int64), np.empty(0, np.int64)
-    is_whole = names.prompt is None and names.response_length is None and has_tokens
-    if has(names.prompt):
-        padding, prompt = _padding_and_prompt(where, names, array(str(names.prompt), "token ids"), real)
-    elif has_tokens and names.response_length is not None:
-        length = _response_length(where, row, names.response_length, len(tokens))
-        prompt, tokens = tokens[: len(tokens) - length], tokens[len(tokens) - length :]
-    lists = sides | {mask: array(mask, "0 and 1") if has(names.mask) else np.ones(len(tokens), np.int64)}
+
+def _response(where: str, number: int, row: DumpRow, names: Names) -> DumpedResponse:
+    lists = _lists(where, row, names)
+    ids = _ids(where, row, names, len(lists["sampler"]))
     for name, values in lists.items():
-        if len(values) != len(tokens):
-            raise UserError(f"{where}: {name} has {len(values)} entries for {len(tokens)} response tokens")
-    lists |= _extra(where, row, len(tokens))
-    if is_whole:
-        ahead = lists.keys() if has(names.all_ahead_with) else names.ahead
-        lists = {name: np.roll(values, 1) if name in ahead else values for name, values in lists.items()}
-        prompt, tokens, lists = _split_whole(where, names, tokens, lists, real)
-    counting = np.flatnonzero(lists[mask])
-    if not counting.size:
-        return None
-    end = int(counting[-1]) + 1
+        if len(values) != len(ids.tokens):
+            what = _column_names(names).get(name, name)
+            raise UserError(f"{where}: {what} has {len(values)} entries for {len(ids.tokens)} response tokens")
+    has_tokens = _has(row, names.tokens)
+    if has_tokens and names.has_whole_sequences:
+        ids, lists = _split_whole(ids, _about_own_tokens(row, names, lists))
+    counts = lists["counts"].astype(bool)
+    end = int(np.flatnonzero(counts)[-1]) + 1 if counts.any() else 0
     with np.errstate(over="ignore"):  # numbers beyond float32 become infinite
         arrays = {name: values[:end].astype(np.float32) for name, values in lists.items()}
     return DumpedResponse(
         row=number,
-        prompt_ids=tuple(prompt.tolist()),
-        response_ids=tuple(tokens[:end].tolist()) if has_tokens else (),
-        sampler=arrays[names.sampler],
-        trainer=arrays[names.trainer],
-        counts=lists[mask][:end].astype(bool),
-        padding=tuple(padding.tolist()),
+        prompt_ids=tuple(ids.prompt.tolist()),
+        response_ids=tuple(ids.tokens[:end].tolist()) if has_tokens else (),
+        sampler=arrays["sampler"],
+        trainer=arrays["trainer"],
+        counts=counts[:end],
+        padding=tuple(ids.padding.tolist()),
         iteration=_iteration(where, names, row),
-        masked=len(lists[mask]) - counting.size,
+        masked=int((ids.is_real & ~counts).sum()),
         extra={name: arrays[name] for name in EXTRA if name in arrays},
     )
 
 
-def _padding_and_prompt(where: str, names: Names, prompt: Array, real: Array | None) -> tuple[Array, Array]:
-    """Split a padded prompt into the padding before it and its tokens; `real` says which entries are no padding."""
-    if real is None:
-        return np.empty(0, np.int64), prompt
-    if len(real) < len(prompt):
-        raise UserError(f"{where}: {names.padding_mask} is shorter than {names.prompt}")
-    real = real[: len(prompt)]
-    return prompt[: int(real.argmax()) if real.any() else len(prompt)], prompt[real]
+def _has(row: DumpRow, name: str | None) -> bool:
+    return name is not None and row.get(name) is not None
 
 
-def _extra(where: str, row: DumpRow, tokens: int) -> dict[str, Array]:
-    """Return the other numbers of each token that a row has."""
-    found = {}
+def _column_names(names: Names) -> dict[str, str | None]:
+    """Return the columns of the numbers that `_response` needs; other numbers have the names of EXTRA."""
+    return {"sampler": names.sampler, "trainer": names.trainer, "counts": names.mask}
+
+
+def _lists(where: str, row: DumpRow, names: Names) -> dict[str, Array]:
+    """Return the numbers of each token: `sampler`, `trainer`, `counts`, and the numbers of EXTRA that the row has."""
+    sampler, trainer = (
+        _array(where, name, _column(where, row, name), "log-probs in nats") for name in (names.sampler, names.trainer)
+    )
+    counts = _optional(where, row, names.mask, "0 and 1")
+    found = {"sampler": sampler, "trainer": trainer, "counts": np.ones(len(sampler)) if counts is None else counts}
     for name, spelled in EXTRA.items():
         values = next((row[n] for n in spelled if isinstance(row.get(n), list | tuple | np.ndarray)), ())
-        if 0 < len(values) != tokens:
-            raise UserError(f"{where}: {name} has {len(values)} entries for {tokens} response tokens")
+        if name in OF_RESPONSE and isinstance(row.get(name), int | float | np.number | np.bool_):
+            values = [row[name]] * len(sampler)
         if len(values):
             found[name] = _array(where, name, values, "numbers")
     return found
 
 
-def _split_whole(
-    where: str, names: Names, tokens: Array, lists: dict[str, Array], real: Array | None
-) -> tuple[Array, Array, dict[str, Array]]:
-    """Split a whole sequence at the first token that counts into prompt, response, and the lists of the response."""
-    if real is not None:
-        if len(real) != len(tokens):
-            raise UserError(f"{where}: {names.padding_mask} has {len(real)} entries for {len(tokens)} tokens")
-        tokens, lists = tokens[real], {name: values[real] for name, values in lists.items()}
-    counts = lists[str(names.mask)][1:]  # nothing predicts the very first token
+def _ids(where: str, row: DumpRow, names: Names, count: int) -> _Ids:
+    """Return the ids of a row with `count` log-probs of the sampler."""
+    tokens, prompt = (_optional(where, row, name, "token ids") for name in (names.tokens, names.prompt))
+    real = _optional(where, row, names.padding_mask, "0 and 1")
+    found = np.full(count, -1) if tokens is None else tokens
+    everywhere = np.ones(len(found), bool)
+    if prompt is not None:
+        return _Ids(found, everywhere, prompt) if real is None else _padded(where, names, prompt, found, real == 1)
+    if tokens is not None and names.response_length is not None:
+        start = len(tokens) - _response_length(where, row, names.response_length, len(tokens))
+        return _Ids(tokens[start:], everywhere[start:], tokens[:start])
+    if tokens is None or real is None or not names.has_whole_sequences:
+        return _Ids(found, everywhere)
+    if len(real) != len(tokens):
+        raise UserError(f"{where}: {names.padding_mask} has {len(real)} entries for {len(tokens)} tokens")
+    return _Ids(tokens, real == 1)
+
+
+def _padded(where: str, names: Names, prompt: Array, tokens: Array, is_real: Array) -> _Ids:
+    """Split a padded prompt into the padding before it and its tokens; the mask may also be of the response."""
+    if len(is_real) < len(prompt):
+        raise UserError(f"{where}: {names.padding_mask} is shorter than {names.prompt}")
+    of_prompt, of_tokens = is_real[: len(prompt)], is_real[len(prompt) :]
+    if len(of_tokens) != len(tokens):
+        of_tokens = np.ones(len(tokens), bool)
+    padding = prompt[: int(of_prompt.argmax()) if of_prompt.any() else len(prompt)]
+    return _Ids(tokens, of_tokens, prompt[of_prompt], padding)
+
+
+def _about_own_tokens(row: DumpRow, names: Names, lists: dict[str, Array]) -> dict[str, Array]:
+    """Return the numbers of a whole sequence, each at its own token: some stacks write them one token ahead."""
+    columns = _column_names(names)
+    numbers = lists.keys() - {"token_id_b"}
+    ahead = numbers if _has(row, names.all_ahead_with) else {n for n in lists if columns.get(n, n) in names.ahead}
+    return {name: np.roll(values, 1) if name in ahead else values for name, values in lists.items()}
+
+
+def _split_whole(ids: _Ids, lists: dict[str, Array]) -> tuple[_Ids, dict[str, Array]]:
+    """Split a whole sequence at the first token that counts; return the ids, and the lists of the response."""
+    tokens, lists = ids.tokens[ids.is_real], {name: values[ids.is_real] for name, values in lists.items()}
+    counts = lists["counts"][1:]  # nothing predicts the very first token
     start = 1 + int(np.argmax(counts)) if counts.any() else len(tokens)
-    return tokens[:start], tokens[start:], {name: values[start:] for name, values in lists.items()}
+    response = {name: values[start:] for name, values in lists.items()}
+    return _Ids(tokens[start:], np.ones(len(tokens) - start, bool), tokens[:start]), response
 
 
 def _response_length(where: str, row: DumpRow, name: str, tokens: int) -> int:
@@ -293,6 +333,10 @@ def _response_length(where: str, row: DumpRow, name: str, tokens: int) -> int:
             f"{where}: {name} = {shown(repr(length))}: must leave at least one of {tokens} tokens for the prompt"
         )
     return int(length)
+
+
+def _optional(where: str, row: DumpRow, name: str | None, kind: Kind) -> Array | None:
+    return _array(where, name, row[name], kind) if name is not None and _has(row, name) else None
 
 
 def _array(where: str, name: str, values: Any, kind: Kind) -> Array:
@@ -393,7 +437,8 @@ def _tensor_rows(path: Path, names: Names | str | None) -> Generator[DumpRow, No
         if used.sampler not in columns:
             raise _no_column(path, used.sampler, part)
         count = len(columns[used.sampler])
-        for name in {str(getattr(used, f.name)) for f in fields(Names)} & columns.keys():
+        read = {str(getattr(used, f.name)) for f in fields(Names)}.union(*EXTRA.values())
+        for name in sorted(read & columns.keys()):
             if len(columns[name]) != count:
                 raise UserError(
                     f"{path}: {name} has {len(columns[name])} rows, {used.sampler} has {count}; all must have as many"

@@ -92,7 +92,8 @@ class PatternSums:
 def pattern_sums(tokens: pd.DataFrame) -> PatternSums:
     """Return the sums of one iteration from its `with_mismatch` rows, in the order of KEY."""
     if "token_id_b" in tokens:
-        tokens = tokens.assign(id_differs=tokens["token_id"] != tokens["token_id_b"])
+        scored = tokens["token_id_b"].to_numpy()
+        tokens = tokens.assign(id_differs=np.where(np.isnan(scored), np.nan, tokens["token_id"].to_numpy() != scored))
     tokens = tokens[tokens["finite"]]
     a32, b32 = tokens["logprobs_a"].to_numpy(), tokens["logprobs_b"].to_numpy()
     a, b, delta = a32.astype(np.float64), b32.astype(np.float64), tokens["delta"].to_numpy()
@@ -126,19 +127,14 @@ def _by_field(records: Sequence[Record]) -> Record:
     return type(records[0])(*map(sum, zip(*map(astuple, records), strict=True)))
 
 
-def require_columns(pairs: pd.DataFrame) -> None:
-    """Raise UserError if a column of PAIR is missing."""
-    missing = [name for name in PAIR if name not in pairs.columns]
-    if missing:
-        raise UserError(f"pairs have no column '{missing[0]}'; needed are {', '.join(PAIR)}")
-
-
 def ordered(pairs: pd.DataFrame) -> pd.DataFrame:
     """Return the pairs in the order of KEY.
 
     Raises UserError on missing columns, log-probs not in float32, or repeated tokens.
     """
-    require_columns(pairs)
+    missing = [name for name in PAIR if name not in pairs.columns]
+    if missing:
+        raise UserError(f"pairs have no column '{missing[0]}'; needed are {', '.join(PAIR)}")
     for name in ("logprobs_a", "logprobs_b"):
         if pairs[name].dtype != np.float32:
             raise UserError(f"column {name} is {pairs[name].dtype}: must be float32, as computed, without rounding")
@@ -204,39 +200,44 @@ def _by_token(token_id: npt.NDArray[Any], b: Floats, delta: Floats) -> PatternSu
 
 
 def _optional(tokens: pd.DataFrame, b: Floats, delta: Floats) -> Iterator[PatternSums]:
-    """Yield the sums of each optional column that the frame has."""
+    """Yield the sums of each optional column that all tokens have, and of those with a second pass."""
 
     def column(name: str) -> Floats:
-        return tokens[name].to_numpy().astype(np.float64)
+        """Return a column of the frame; NaN if the frame, or a response of a file, lacks it."""
+        return tokens[name].to_numpy().astype(np.float64) if name in tokens else np.full(len(tokens), np.nan)
 
-    if "entropies" in tokens and "prob_sq_sums" in tokens:
-        entropy, sums_of_squares = column("entropies"), column("prob_sq_sums")
-        usable = np.isfinite(entropy) & (sums_of_squares > 0)  # all, unless the numbers themselves are wrong
-        entropy, moved = entropy[usable], delta[usable]
-        x, k = b[usable] + entropy, entropy + np.log(sums_of_squares[usable])
+    # delta_sq is of all tokens, so the sums of a column must be of all tokens too
+    entropy, squares, mass = column("entropies"), column("prob_sq_sums"), column("log_kept_mass")
+    if (np.isfinite(entropy) & (squares > 0)).all():
+        x, k = b + entropy, entropy + np.log(squares)
         yield PatternSums(
             columns=frozenset({"entropies"}),
-            delta_x=_total(moved * x),
+            delta_x=_total(delta * x),
             x_sq=_total(x * x),
-            delta_k=_total(moved * k),
+            delta_k=_total(delta * k),
             x_k=_total(x * k),
             k_sq=_total(k * k),
         )
-    if "log_kept_mass" in tokens and np.isfinite(mass := column("log_kept_mass")).all():  # NaN: a response without it
+    if np.isfinite(mass).all():
         yield PatternSums(columns=frozenset({"log_kept_mass"}), mass_sq=_total((delta - mass) ** 2))
-    if "logprobs_b_again" in tokens:
-        again = column("logprobs_b_again")
-        twice = np.isfinite(again)
-        squares = _total((again - b)[twice] ** 2), _total(delta[twice] ** 2)
-        yield PatternSums(again=_total(twice), again_sq=squares[0], again_delta_sq=squares[1])
+    again = column("logprobs_b_again")
+    twice = np.isfinite(again)
+    yield PatternSums(
+        again=_total(twice),
+        again_sq=_total((again - b)[twice] ** 2),
+        again_delta_sq=_total(delta[twice] ** 2),
+    )
 
 
 def _groups(tokens: pd.DataFrame, delta: Floats, owner: npt.NDArray[np.int64]) -> Iterator[PatternSums]:
-    """Yield the groups of sequences of each GroupColumn that the frame has."""
+    """Yield the groups of sequences of each GroupColumn that all tokens have."""
     means = np.bincount(owner, np.abs(delta)) / np.bincount(owner)
     for column in (name for name in GROUP_COLUMNS if name in tokens):
+        values = tokens[column].to_numpy().astype(np.float64)
+        if np.isnan(values).any():  # a response without it
+            continue
         largest = np.zeros(len(means))
-        np.maximum.at(largest, owner, tokens[column].to_numpy().astype(np.float64))
+        np.maximum.at(largest, owner, values)
         groups = _group(means[largest == 0]), _group(means[largest > 0])
         yield PatternSums(columns=frozenset({column}), by_column={column: groups})
 

@@ -11,6 +11,7 @@ from ppo_repro.base.errors import UserError
 from ppo_repro.base.files import atomic_write
 from ppo_repro.records import reader
 from ppo_repro.records.folder import ENVIRONMENT_NAME
+from ppo_repro.records.manifest import recorded_tables, side_tables_of
 from ppo_repro.records.notes import read_note
 
 # the parts of an environment that can change a rounding; no paths, no names of machines
@@ -18,26 +19,32 @@ ENVIRONMENT = ("ppo_repro", "python", "machine", "cpu_capability", "numerics_mod
 
 
 class Golden(BaseModel):
-    """Digests of a golden run; `tables` has the digest of each table for each iteration."""
+    """Digests of a golden run: of each table for each iteration, and of each file of a side table."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     format: Literal[1] = 1
     fingerprint: str
     tables: list[dict[str, str]]
+    side_tables: dict[str, str] | None = None  # by path; None in files of earlier versions, whose runs may have some
     environment: dict[str, str]
 
 
 def golden_of(run: Path | str) -> Golden:
     """Return the digests of a complete run. Raises UserError if a file does not have its digest."""
     recorded = reader.open_manifest(run)
-    for index in range(len(recorded.iterations)):
-        reader.read_moment(Path(run), recorded, index)
+    for moment in (None, *range(recorded.num_iterations + 1)):
+        reader.read_moment(Path(run), recorded, moment)
     note = read_note(Path(run), recorded, ENVIRONMENT_NAME)
     packages = {f"packages.{name}": str(version) for name, version in note.get("packages", {}).items()}
     return Golden(
         fingerprint=recorded.fingerprint,
         tables=[{name: entry.digest for name, entry in item.tables.items()} for item in recorded.iterations],
+        side_tables={
+            str(file.path(Path())): file.entry.digest
+            for file in recorded_tables(recorded)
+            if file.table in side_tables_of(recorded)
+        },
         environment={name: str(note.get(name)) for name in ENVIRONMENT} | packages,
     )
 
@@ -50,14 +57,20 @@ def _changed(golden: Golden, now: Golden) -> str:
                 return f"table {name}, iteration {iteration}: digest {new.get(name)}, golden {old.get(name)}"
     if len(golden.tables) != len(now.tables):
         return f"number of iterations: {len(now.tables)}, golden {len(golden.tables)}"
+    if golden.side_tables is not None:
+        old, new = golden.side_tables, now.side_tables or {}
+        for path in new | old:
+            if old.get(path) != new.get(path):
+                return f"{path}: digest {new.get(path)}, golden {old.get(path)}"
     if golden.fingerprint != now.fingerprint:
         return f"final results: fingerprint {now.fingerprint}, golden {golden.fingerprint}"
     return ""
 
 
 def assert_matches_golden(run: Path | str, golden_path: Path | str) -> None:
-    """Assert that a run has the digests of a golden run, in every table of every iteration and in its final results.
+    """Assert that a run has the digests of a golden run, in every table and in its final results.
 
+    A golden file of an earlier version has no digests of side tables, which are then not compared.
     If there is no golden file, it is written, and the assertion fails once. Raises AssertionError, which names the
     first table and iteration that differ, and the changes of the environment. Raises UserError if the run is incomplete
     or damaged.

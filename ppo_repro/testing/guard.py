@@ -18,7 +18,7 @@ from ppo_repro.statistics.mismatch import metric_values, mismatch_sums, with_mis
 from ppo_repro.testing.dumps import Names, impossible, read_dump
 from ppo_repro.testing.pairs import KEY, tokens_of
 
-ZEROS = 0.5  # largest share of tokens whose log-probs may be exactly 0 on both sides
+PADDED = 0.5  # largest share of tokens that may look like padding
 SIDES = {"sampler": "logprobs_a", "trainer": "logprobs_b"}
 COLUMNS = [*KEY, *SIDES.values()]
 DISTRIBUTION = ["entropies", "cumulative_probs"]  # of the trainer; a dump may lack them
@@ -83,10 +83,23 @@ def _suspicious(pairs: pd.DataFrame) -> str:
     for name, column in SIDES.items():
         if why := impossible(pairs[column].to_numpy()):
             return f"{name}: {why}"
-    both = (pairs["logprobs_a"] == 0) & (pairs["logprobs_b"] == 0)
-    if both.mean() > ZEROS:
-        return f"both log-probs of {both.sum()} of {len(both)} tokens are exactly 0: is padding in it? name the mask"
+    if "token_id" in pairs and (padded := _looks_padded(pairs)).mean() > PADDED:  # a run records no padding
+        return (
+            f"{padded.sum()} of {len(padded)} tokens end a response with the same id again, and with log-probs of "
+            "exactly 0 on both sides: is padding in it? name the mask (and the token ids, if the names have none)"
+        )
     return ""
+
+
+def _looks_padded(pairs: pd.DataFrame) -> pd.Series:
+    """Return whether each token of a dump repeats the id before it and, up to its response's end, all log-probs are 0.
+
+    A sure token has a log-prob of 0 on both sides too, but rarely repeats. Without ids all ids are equal.
+    """
+    response = [pairs["iteration"], pairs["sequence"]]
+    zero = (pairs["logprobs_a"] == 0) & (pairs["logprobs_b"] == 0)
+    repeated = pairs["token_id"] == pairs.groupby(response)["token_id"].shift()
+    return repeated & zero[::-1].groupby(response).cummin()[::-1]
 
 
 def draws_of_pairs(pairs: pd.DataFrame) -> Draws:

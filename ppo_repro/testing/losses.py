@@ -6,98 +6,24 @@ The optimizer step must depend only on the tokens that count.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import chain
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ppo_repro.base.errors import UserError
-from ppo_repro.base.seeding import permutation
 from ppo_repro.ppo.log_ratios import LOG_RATIOS, extreme_logprobs
+from ppo_repro.testing.layouts import LAYOUTS, WHOLE, DrawnResponses, Layout, LossBatch, lay_out, ordered
 
 if TYPE_CHECKING:
     import pandas as pd
 
-NOT_FINITE = torch.tensor([math.nan, math.inf, -math.inf], dtype=torch.float64)
 # relative; float64 sums of a million terms stay below 1e-9, and float32 keeps 1e-4 of a log-ratio of 800
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
-
-
-@dataclass(frozen=True)
-class LossBatch:
-    """Micro-batch that a user's loss receives: R rows of L positions.
-
-    `new_logprobs` [R, L] in nats, with a gradient; `columns` have [R, L] each, in the same dtype; `mask` [R, L] bool,
-    False at padding and at tokens that do not count, where columns have arbitrary numbers; `sequences` [R, L] int64,
-    the index of a token's response, -1 at padding (a packed row has several responses). `step_tokens` is the number of
-    tokens that count, and `step_sequences` the number of responses, in all micro-batches and ranks of the optimizer
-    step.
-    """
-
-    new_logprobs: Tensor
-    columns: Mapping[str, Tensor]
-    mask: Tensor
-    sequences: Tensor
-    step_tokens: int
-    step_sequences: int
-
-
 Loss = Callable[[LossBatch], Tensor]
 Combine = Literal["mean", "sum"]  # of the losses of micro-batches and ranks
-
-
-class _Layout(NamedTuple):
-    """Layout of a step's responses; `micro_batch` 0: all responses of a rank are one micro-batch."""
-
-    micro_batch: int = 0
-    padding: Literal["right", "left", "packed"] = "right"
-    extra: int = 0  # columns of padding that are not needed
-    inserted: int = 0  # tokens that do not count, after every second token
-    junk: Literal["", "finite", "not finite"] = ""  # in every column under the mask
-    order: Literal["given", "reversed", "shuffled"] = "given"
-    ranks: int = 1
-
-    def describe(self) -> str:
-        fields = {name: value for name, value in self._asdict().items() if value != self._field_defaults[name]}
-        return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in fields.items()) or WHOLE_IN_WORDS
-
-
-WHOLE_IN_WORDS = "all at once, padded right"
-WHOLE = _Layout()
-LAYOUTS = (
-    *(_Layout(micro_batch=n) for n in (1, 2, 3)),
-    _Layout(padding="left"),
-    _Layout(extra=3),
-    _Layout(extra=1, junk="finite"),
-    _Layout(extra=1, junk="not finite"),
-    _Layout(inserted=2),
-    _Layout(inserted=1, junk="not finite"),
-    _Layout(order="shuffled"),
-    _Layout(padding="packed"),
-    _Layout(order="reversed"),
-    _Layout(ranks=2),
-    _Layout(ranks=3),
-    _Layout(micro_batch=1, padding="packed", order="shuffled", ranks=2),
-)
-
-
-@dataclass(frozen=True)
-class DrawnResponses:
-    """Responses with N tokens in total: their `lengths`, columns [N] float64, and the tokens that count, [N] bool."""
-
-    lengths: Sequence[int]
-    columns: dict[str, Tensor]
-    mask: Tensor
-
-    def describe(self, index: int) -> str:
-        """Return sequence and position of token `index` as text."""
-        sequence = 0
-        while index >= self.lengths[sequence]:
-            index, sequence = index - self.lengths[sequence], sequence + 1
-        return f"sequence {sequence}, position {index}"
 
 
 class _Step(NamedTuple):
@@ -127,11 +53,13 @@ def _rollout_of(frame: pd.DataFrame) -> DrawnResponses:
     mask = columns.pop("mask", torch.ones(len(frame))) != 0
     if not lengths or not all(bool(part.any()) for part in mask.split(lengths)):
         raise UserError("check_loss: needs at least one response, and in each a token that counts")
-    return DrawnResponses(lengths, columns, mask)
+    positions = frame["position"] if "position" in frame.columns else frame.groupby("sequence").cumcount()
+    places = [f"sequence {s}, position {p}" for s, p in zip(frame["sequence"], positions, strict=True)]
+    return DrawnResponses(lengths, columns, mask, places)
 
 
 def _step(
-    loss: Loss, rollout: DrawnResponses, layout: _Layout, combine: Combine, dtype: torch.dtype = torch.float64
+    loss: Loss, rollout: DrawnResponses, layout: Layout, combine: Combine, dtype: torch.dtype = torch.float64
 ) -> _Step:
     """Take one optimizer step in a layout; `combine` is `mean` or `sum`, over micro-batches and ranks.
 
@@ -156,60 +84,6 @@ def _step(
             gradients[indices[batch.mask]] += weight * grad[batch.mask].double()
             under_mask += int((grad[~batch.mask] != 0).sum())  # NaN is not 0
     return _Step(value, gradients, under_mask)
-
-
-def ordered(count: int, layout: _Layout) -> list[int]:
-    """Return the responses 0 to count - 1 in the order of a layout."""
-    order = permutation(count, "loss layout").tolist() if layout.order == "shuffled" else list(range(count))
-    return order[:: -1 if layout.order == "reversed" else 1]
-
-
-def lay_out(
-    rollout: DrawnResponses, sequences: Sequence[int], layout: _Layout, dtype: torch.dtype
-) -> tuple[LossBatch, Tensor]:
-    """Return the responses `sequences`, in this order, as a batch in one layout.
-
-    The second result is the index in the rollout of each position [R, L], below 0 for padding and inserted tokens.
-    """
-    rows, owners = [], []
-    for s in sequences:
-        start, row = sum(rollout.lengths[:s]), list[int]()
-        for k in range(rollout.lengths[s]):
-            row += [start + k, *([-2] * layout.inserted if k % 2 else [])]
-        rows.append(row)
-        owners.append([s] * len(row))
-    if layout.padding == "packed":
-        rows, owners = [list(chain(*rows))], [list(chain(*owners))]
-    width = max(map(len, rows)) + layout.extra
-
-    def padded(row: list[int]) -> list[int]:
-        padding = [-1] * (width - len(row))
-        return [*padding, *row] if layout.padding == "left" else [*row, *padding]
-
-    indices = torch.tensor([padded(row) for row in rows])
-    there = indices >= 0
-    mask = there & rollout.mask[indices.clamp(min=0)]
-    number = torch.arange(indices.numel(), dtype=torch.float64).reshape(indices.shape)
-
-    def column(name: str, k: int) -> Tensor:
-        """Return column k with random junk at masked tokens; new log-probs (k = 0) stay finite, like a model's."""
-        filled = torch.where(there, rollout.columns[name][indices.clamp(min=0)], 0.0)
-        if layout.junk == "not finite" and k:
-            filled = torch.where(mask, filled, NOT_FINITE[(number.long() + k) % 3])
-        elif layout.junk:
-            filled = torch.where(mask, filled, (-1.0) ** k * (7.0 + 60.0 * k + number) * (10.0 if k else -1.0))
-        return filled.to(dtype)
-
-    others = [name for name in rollout.columns if name != "new_logprobs"]
-    batch = LossBatch(
-        new_logprobs=column("new_logprobs", 0).requires_grad_(),
-        columns={name: column(name, k) for k, name in enumerate(others, 1)},
-        mask=mask,
-        sequences=torch.tensor([padded(row) for row in owners]),
-        step_tokens=int(rollout.mask.sum()),
-        step_sequences=len(rollout.lengths),
-    )
-    return batch, indices
 
 
 def _extremes(rollout: DrawnResponses) -> Iterator[tuple[str, DrawnResponses]]:
@@ -247,12 +121,12 @@ def _difference(found: _Step, expected: _Step, rollout: DrawnResponses, dtype: t
     distance = abs(found.value - expected.value) / (max(abs(expected.value), float(b.abs().sum())) or 1.0)
     changes = []
     if lost:
-        changes.append(f"not finite at {rollout.describe(lost[0])}" + f" and {len(lost) - 1} more" * (len(lost) > 1))
+        changes.append(f"not finite at {rollout.places[lost[0]]}" + f" and {len(lost) - 1} more" * (len(lost) > 1))
     else:
         if not distance <= tolerance:
             changes.append(f"value {found.value:.9g} instead of {expected.value:.9g}")
         if wrong:
-            where = rollout.describe(wrong[0])
+            where = rollout.places[wrong[0]]
             changes.append(f"gradient differs at {len(wrong)} tokens, by {float(apart.max()):.2g}, first at {where}")
     if found.under_mask:
         changes.append(f"{found.under_mask} positions under the mask have a gradient")

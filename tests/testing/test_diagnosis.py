@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -16,10 +17,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from ppo_repro.analysis.pairs import imported_pairs
 from ppo_repro.base.errors import UserError
 from ppo_repro.testing.advice import ADVICE
 from ppo_repro.testing.diagnosis import Diagnosis, diagnose_chunks
-from ppo_repro.testing.pairs import PAIR
+from ppo_repro.testing.pairs import KEY, PAIR
+from tests.support.json_lines import write_lines
 
 ITERATIONS, SEQUENCES, LONGEST, VOCAB, EOS = 4, 24, 20, 89, 1
 LOGPROBS = ("logprobs_a", "logprobs_b", "logprobs_b_again")
@@ -189,6 +192,63 @@ def test_each_fault_is_named_or_unknown_and_no_other(name: str) -> None:
     expected = (verdict, ()) if verdict in ALONE else ("unknown", NEED_A_COLUMN)
     assert (alone.verdict, alone.untested) == expected, alone.evidence
     assert all(column in alone.needed for column in ("entropies", "token_id_b", "pad_length")) == bool(alone.untested)
+
+
+DUMPED = {"logprobs_a": "rollout_logprobs", "logprobs_b": "old_logprobs"}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_each_fault_is_named_from_a_file(name: str, tmp_path: Path) -> None:
+    make, verdict = FAULTS[name]
+    make().rename(columns=DUMPED).to_parquet(tmp_path / "dump.parquet")
+    found = diagnose_chunks(imported_pairs(tmp_path / "dump.parquet"))
+    assert (found.verdict, found.untested, found.needed) == (verdict, (), ""), found.evidence
+
+
+def responses_of(pairs: pd.DataFrame) -> list[dict[str, object]]:
+    """Rows of a dump; a number of the whole response is one number."""
+    of_response, rows = ["pad_length", "steps_since_sync", "prompt_differs"], []
+    names = DUMPED | {"token_id": "response_ids"}
+    for (iteration, _), tokens in pairs.groupby(["iteration", "sequence"]):
+        lists = tokens.rename(columns=names).drop(columns=[*KEY, *of_response]).to_dict("list")
+        rows.append({"iteration": iteration, **lists, **tokens[of_response].iloc[0].to_dict()})
+    return rows
+
+
+def test_responses_of_a_file_have_numbers_of_their_own(tmp_path: Path) -> None:
+    for make, verdict in ((padding_leak, "padding_leak"), (lambda: stale(0.1), "stale_weights")):
+        rows = responses_of(make())
+        found = diagnose_chunks(imported_pairs(write_lines(tmp_path / "a.jsonl", rows)))
+        assert (found.verdict, found.untested) == (verdict, ())
+
+
+def test_a_temperature_that_only_the_sampler_has_is_named_from_a_file(tmp_path: Path) -> None:
+    names = DUMPED | {"prob_sq_sums": "sum_pi_squared", "entropies": "entropys"}  # verl's
+    pairs = Sampled(13, 0.8).pairs()[[*PAIR, "entropies", "prob_sq_sums"]]
+    pairs.rename(columns=names).to_parquet(tmp_path / "dump.parquet")
+    found = diagnose_chunks(imported_pairs(tmp_path / "dump.parquet"))
+    assert found.verdict == "temperature"
+    assert found.evidence["temperature_ratio"] == pytest.approx(0.8, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("make", "column", "untested"),
+    [
+        (lambda: retokenized().drop(columns="logprobs_b_again"), "token_id_b", "retokenization"),
+        (padding_leak, "pad_length", "padding_leak"),
+        (lambda: Sampled(8, 0.9).pairs(), "entropies", "temperature"),
+        (lambda: Sampled(8, 0.9).pairs(), "prob_sq_sums", "temperature"),
+    ],
+)
+def test_a_column_that_some_responses_of_a_file_lack_tests_nothing(
+    make: Callable[[], pd.DataFrame], column: str, untested: str, tmp_path: Path
+) -> None:
+    rows = responses_of(make())
+    for row in rows[::SEQUENCES]:  # one of each iteration
+        del row[column]
+    found = diagnose_chunks(imported_pairs(write_lines(tmp_path / "a.jsonl", rows)))
+    assert found.verdict == "unknown"
+    assert untested in found.untested
 
 
 def test_a_column_that_is_the_same_everywhere_tests_nothing() -> None:

@@ -60,6 +60,20 @@ def test_other_names_are_given_by_what_the_message_says(tmp_path: Path) -> None:
     assert_mismatch_below(path, frac_unequal=0.0, names=Names("mine", "yours", "counts"))
 
 
+def test_padding_is_told_from_sure_tokens(tmp_path: Path) -> None:
+    logprobs = [-0.5, *[0.0] * 5]  # a sharp policy is sure of most tokens
+    sides = {"rollout_log_probs": logprobs, "old_log_probs": logprobs}
+    sure = write_lines(tmp_path / "a.jsonl", [{**sides, "responses": [5, 6, 7, 6, 8, 2]}] * 3)
+    assert_mismatch_below(sure, frac_unequal=0.0)
+    padded = [{**sides, "responses": [5, 2, 0, 0, 0, 0]}] * 2 + [{**sides, "responses": [5, 0, 0, 0, 0, 0]}]
+    for rows, count in ((padded, 10), ([sides] * 3, 15)):
+        path = write_lines(tmp_path / "b.jsonl", rows)
+        with pytest.raises(AssertionError, match=f"{count} of 18 tokens end a response with the same id again.*mask"):
+            assert_mismatch_below(path, frac_unequal=0.0)
+    between = [{**sides, "old_log_probs": [-0.5, 0.0, 0.0, 0.0, 0.0, -0.25], "responses": [5, 0, 0, 0, 0, 2]}] * 3
+    assert_mismatch_below(write_lines(tmp_path / "c.jsonl", between), max_abs=0.25)
+
+
 def test_a_frame_is_a_dump(deterministic_run: Path, native_run: Path) -> None:
     assert_mismatch_below(reader.read_tokens(deterministic_run), frac_unequal=0.0)
     with pytest.raises(AssertionError, match=r"the frame: of \d+ tokens frac_unequal is .* \(as at iteration 0, seq"):
@@ -81,16 +95,20 @@ def test_what_differs_from_a_golden_run_is_named_and_the_environment_only_where_
     made, path = golden.golden_of(deterministic_run), tmp_path / "golden.json"
     steps = [{**made.tables[0], "steps": "00"}, *made.tables[1:]]
     other = {**made.environment, "packages.torch": "1.0"}
+    evaluation = next(file for file in made.side_tables or {} if "evaluations" in file)
     for change, message in (
         ({"tables": steps}, r"table steps, iteration 0: .*golden 00; the environment is the same"),
         ({"tables": steps, "environment": other}, r"environment differs: packages.torch \S+ \(golden 1.0\)"),
         ({"tables": [{**made.tables[0], "gone": "00"}, *made.tables[1:]]}, r"table gone, .*: digest None, golden 00"),
         ({"tables": made.tables[:-1]}, "number of iterations"),
+        ({"side_tables": (made.side_tables or {}) | {evaluation: "00"}}, rf"{evaluation}: digest \w+, golden 00"),
         ({"fingerprint": "00"}, "final results"),
     ):
         path.write_text(made.model_copy(update=change).model_dump_json())
         with pytest.raises(AssertionError, match=message):
             assert_matches_golden(deterministic_run, path)
+    path.write_text(made.model_dump_json(exclude={"side_tables"}))  # of an earlier version
+    assert_matches_golden(deterministic_run, path)
     path.write_text("{}")
     with pytest.raises(UserError, match="is not a golden run"):
         assert_matches_golden(deterministic_run, path)

@@ -118,6 +118,12 @@ def test_faults_of_training_stacks_are_found(
     assert not set(not_found) & set(layouts)
 
 
+def test_a_finding_has_the_sequence_and_the_position_of_the_frame() -> None:
+    later = EXAMPLE.assign(sequence=EXAMPLE["sequence"] + 285, position=[3, 4, 5, 6, 8, 0, 1, 2])
+    found = check_loss(kl_cov, later, combine="sum")
+    assert found["micro batch 1"].endswith("first at sequence 285, position 5")
+
+
 def test_a_finding_by_hand() -> None:
     found = changed(micro_batch_mean, "mean")["micro batch 1"]
     of_tokens = -EXAMPLE["advantages"] * np.exp(EXAMPLE["new_logprobs"] - EXAMPLE["old_logprobs"])

@@ -77,7 +77,7 @@ def test_the_two_files_of_slime(tmp_path: Path) -> None:
         assert same(read(tmp_path / name, "slime"), expected)
 
 
-def test_what_does_not_count_at_the_end_is_left_out_and_so_are_rows_without_a_token_that_counts(tmp_path: Path) -> None:
+def test_what_does_not_count_at_the_end_is_left_out(tmp_path: Path) -> None:
     rows = [
         changed(response_mask=[0, 0, 0]),
         changed(response_mask=[1, 0, 0]),
@@ -85,7 +85,7 @@ def test_what_does_not_count_at_the_end_is_left_out_and_so_are_rows_without_a_to
         ROWS["verl"],
     ]
     found = read(write(tmp_path / "x.jsonl", rows), "verl")
-    assert [(r.row, r.response_ids) for r in found] == [(2, (7,)), (4, (7, 8, 9))]
+    assert [(r.row, r.response_ids) for r in found] == [(1, ()), (2, (7,)), (3, ()), (4, (7, 8, 9))]
 
 
 def changed(**fields: Any) -> dict[str, Any]:
@@ -197,6 +197,20 @@ def test_one_number_beside_the_columns_is_no_column(tmp_path: Path) -> None:
     columns = {name: torch.tensor([row]) for name, row in ROWS["verl"].items()}
     torch.save(columns | {"kl_coef": torch.tensor(0.5)}, tmp_path / "dump.pt")
     assert same(read(tmp_path / "dump.pt", None), read(write(tmp_path / "dump.jsonl", [ROWS["verl"]]), "verl"))
+
+
+def test_a_mask_of_a_prompt_that_the_file_lacks_is_left_alone(tmp_path: Path) -> None:
+    row = {name: values for name, values in ROWS["trl"].items() if name != "prompt_ids"}
+    (found,) = read(write(tmp_path / "x.jsonl", [row | {"prompt_mask": [1, 1]}]), "trl")
+    assert (found.prompt_ids, found.response_ids) == ((), (7, 8, 9))
+
+
+def test_a_column_with_another_number_of_rows_is_refused(tmp_path: Path) -> None:
+    columns = {name: torch.tensor([row, row]) for name, row in ROWS["verl"].items()}
+    for name in ("responses", "entropies", "pad_length"):
+        torch.save(columns | {name: torch.ones(3, 3, dtype=torch.int64)}, tmp_path / "dump.pt")
+        with pytest.raises(UserError, match=f"{name} has 3 rows, rollout_log_probs has 2; all must have as many"):
+            read(tmp_path / "dump.pt", "verl")
 
 
 @pytest.mark.parametrize("kind", [torch.Tensor.to_sparse, lambda x: x.to("meta")])

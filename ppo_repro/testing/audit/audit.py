@@ -155,8 +155,10 @@ def _check_weights(sampler: JudgedSide, trainer: JudgedSide, recorded: Sequence[
     if not (isinstance(sampler.verdict, Unknown) and isinstance(trainer.verdict, Unknown)):
         return
     pairs = zip(*(side.numbers for side in recorded), strict=True)
-    apart = rms(torch.cat([(a.recorded - b.recorded)[a.usable & b.usable] for a, b in pairs]))
-    nearer = min(sampler.distance.rms, trainer.distance.rms)
+    differences = torch.cat([(a.recorded - b.recorded)[a.usable & b.usable] for a, b in pairs])
+    if not len(differences):
+        return  # the sides share no token
+    apart, nearer = rms(differences), min(sampler.distance.rms, trainer.distance.rms)
     if apart <= max(limits.RIGHT * floor, limits.AGREE * nearer):
         known = f" ({sampler.verdict.known[0]})" if sampler.verdict.known else ""
         raise UserError(

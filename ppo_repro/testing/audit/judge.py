@@ -55,13 +55,14 @@ def _of_its_order(side: JudgedSide) -> JudgedSide:
 
 
 def _distance(model: PreTrainedModel, side: RecordedSide) -> Distance:
-    """Measure how far a side is; it is right up to limits.RIGHT times stock float32 if no token is further off."""
+    """Measure how far a side is, and which responses are wrong: none if the rms and the single tokens are near enough."""
     limit, every = limits.RIGHT * side.reference.floor, torch.cat(side.errors)
     largest = float(every.abs().max()) if len(every) else math.nan
+    # responses with a token that is far off, though stock float32 may be as far off there
     far = [i for i, d in enumerate(side.errors) if bool((d.abs() > limits.TOKEN_OVER_RMS * limit).any())]
-    is_right = rms(every) <= limit
-    if is_right and far:
-        is_right = largest <= limits.STOCK_LARGEST * largest_error(model, side, far)
+    is_near = rms(every) <= limit
+    are_tokens_near = not far or (is_near and largest <= limits.STOCK_LARGEST * largest_error(model, side, far))
+    is_right = is_near and are_tokens_near
     wrong = [] if is_right else [i for i, d in enumerate(side.errors) if rms(d) > limit or i in far]
     return Distance(len(every), rms(every), largest, tuple(wrong))
 

@@ -21,7 +21,8 @@ RECORDED = 2.0**-22
 CLAMP = 1e3
 
 # Does a cause explain a wrong side? (`measure.explains`)
-# A cause leaves less than half of the errors. Where all errors are near rounding, a wrong cause may leave a bit less.
+# A cause must leave less than half of the errors. If all errors are little more than rounding, a wrong cause leaves a
+# bit less by chance.
 OF_ERRORS = 0.5
 # A cause that rounds to 16 bits leaves at most this part of its rounding: another order of sums rounds otherwise.
 # Dumps with the cause left up to 0.26. Dumps with another cause left 0.64 and more.
@@ -53,8 +54,8 @@ FEWEST_NUMBERS = 8
 VARIED = 6
 # Stock float32 computes at most this many response tokens. The error of its rms is then about 2 %.
 FLOOR_TOKENS = 2048
-# A cause must predict at least 4 of the tokens that it is tried on, and one in 3. Not all causes predict all tokens: if
-# log-probs are moved by some positions, the tokens at an end of the response have no prediction.
+# A cause must predict at least 4 of the tokens that it is tried on, and at least a third of them. Not all causes predict
+# all tokens: if log-probs are moved by some positions, the tokens at an end of the response have no prediction.
 FEWEST_PREDICTED, PREDICTED_ONE_IN = 4, 3
 
 # On which tokens are causes tried? All causes are tried on a few tokens, the best ones on more.
@@ -81,8 +82,8 @@ LIKELIER = 10.0
 AS_LIKELY = 3.0
 
 # What is said? (`judge`, `search/hypothesis`, `facts`)
-# The hypotheses that explain a side with the fewest deviations. A cause counts 1.
-# A parameter counts half a cause: its value adapts to the errors of another cause.
+# The hypotheses that explain a side with the fewest deviations are named. A cause counts as one deviation.
+# A parameter counts as half a deviation: its value adapts to the errors of another cause.
 PER_PARAMETER = 0.5
 # A pattern, such as another order, counts as a cause with a parameter. Patterns are vague.
 PATTERN = 1.0 + PER_PARAMETER

@@ -87,7 +87,7 @@ class JudgedSide:
     empty: int  # log-probs that are not finite, or exactly 0 where the model's probability is below limits.SURE
     verdict: Verdict
     best: tuple[Hypothesis, ...] = ()  # that explain the side
-    tried: tuple[Hypothesis, ...] = ()  # `best`, then those that leave at most half of the errors, and no cause
+    tried: tuple[Hypothesis, ...] = ()  # `Hypotheses.shown`
     temperature: float | None = None  # one that explains the side
 
     @property

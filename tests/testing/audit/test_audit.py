@@ -474,6 +474,17 @@ def test_each_side_is_judged_by_the_distribution_that_it_is_said_to_have(made: M
     assert cause_of(found.trainer) == "of all tokens, not of the processed distribution"
 
 
+def test_sides_that_share_no_token_are_judged_one_by_one(made: Material, stack: StackModel) -> None:
+    bad = FAULTS["noise"][0](made)
+    halves = [torch.arange(len(v)) % 2 == 0 for v in bad]
+    sampler, trainer = (
+        [v.masked_fill(half == k, math.nan) for v, half in zip(bad, halves, strict=True)] for k in (0, 1)
+    )
+    found = judged(made, stack, sampler, trainer)
+    assert isinstance(found.sampler.verdict, Unknown)
+    assert isinstance(found.trainer.verdict, Unknown)
+
+
 def test_an_end_token_that_the_model_does_not_have_is_in_no_distribution(made: Material) -> None:
     outside = StackModel(made.model, {}, eos_token_id=VOCAB)  # of a tokenizer with more tokens
     good = made.logprobs()

@@ -120,9 +120,10 @@ def hypotheses_of(tried: Sequence[Hypothesis]) -> Hypotheses:
 
 
 def _each_once(tried: Sequence[Hypothesis]) -> list[Hypothesis]:
-    """Return each hypothesis once: of those with one identity one that explains, or else the one that leaves least.
+    """Leave out hypotheses that others make superfluous.
 
-    A hypothesis that explains nothing is left out too if a simpler one leaves as much.
+    Of hypotheses with the same identity, one that explains stays, or else the one that leaves least. A hypothesis that
+    explains nothing goes if a simpler one leaves as much.
     """
     once: dict[Identity, Hypothesis] = {}
     for t in sorted(tried, key=lambda t: (t.deviations, not t.explains, t.left)):

@@ -1,4 +1,4 @@
-"""The numbers that causes predict at some tokens: stage by stage, of which causes replace some."""
+"""Predict the numbers of some tokens, stage by stage: a stage is as it should be, or as its cause says."""
 
 from __future__ import annotations
 

@@ -79,7 +79,10 @@ def _stages(trial: Trial) -> Iterator[list[Hypothesis]]:
 
 
 def _is_pair(a: Cause, b: Cause, near: Set[Cause]) -> bool:
-    """Return whether to try both causes together: they replace different stages, and one has few values or none."""
+    """Return whether to try both causes together: they replace different stages, and one has few values or none.
+
+    `a` comes before `b` in the order of the stages, because `trial.causes` has that order.
+    """
     parameters = [cause.parameter for cause in (a, b) if cause.parameter is not None]
     if type(a) is type(b) or len(parameters) > 1 or any(p.in_pairs == 0 for p in parameters):
         return False

@@ -42,7 +42,7 @@ class Candidate:
     combination: Combination
     errors: Tensor
 
-    @property
+    @cached_property
     def left(self) -> float:
         """Return the rms of the errors, nats."""
         return rms(self.errors)
@@ -53,7 +53,7 @@ class Trial:
     """Causes to try on a wrong side, and the tokens to try them on."""
 
     side: WrongSide
-    causes: tuple[Cause, ...]  # in the order of the stages: so logits and softmax are computed once
+    causes: tuple[Cause, ...]  # in the order of the stages, so that logits and softmax are computed once
     predictor: Predictor
     few: Tokens  # for all causes
     many: Tokens  # for the best causes

@@ -55,7 +55,7 @@ def _of_its_order(side: JudgedSide) -> JudgedSide:
 
 
 def _distance(model: PreTrainedModel, side: RecordedSide) -> Distance:
-    """Measure how far a side is, and which responses are wrong: none if the rms and the single tokens are near enough."""
+    """Measure how far a side is, and which responses are wrong: none if the rms and single tokens are near enough."""
     limit, every = limits.RIGHT * side.reference.floor, torch.cat(side.errors)
     largest = float(every.abs().max()) if len(every) else math.nan
     # responses with a token that is far off, though stock float32 may be as far off there

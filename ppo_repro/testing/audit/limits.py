@@ -54,8 +54,8 @@ FEWEST_NUMBERS = 8
 VARIED = 6
 # Stock float32 computes at most this many response tokens. The error of its rms is then about 2 %.
 FLOOR_TOKENS = 2048
-# A cause must predict at least 4 of the tokens that it is tried on, and at least a third of them. Not all causes predict
-# all tokens: if log-probs are moved by some positions, the tokens at an end of the response have no prediction.
+# A cause must predict at least 4 of the tokens that it is tried on, and at least a third of them. Some causes do not
+# predict all tokens: if log-probs are moved by some positions, the tokens at an end of the response have no prediction.
 FEWEST_PREDICTED, PREDICTED_ONE_IN = 4, 3
 
 # On which tokens are causes tried? All causes are tried on a few tokens, the best ones on more.

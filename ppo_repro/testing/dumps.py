@@ -311,8 +311,12 @@ def _padded(where: str, names: Names, prompt: Array, tokens: Array, is_real: Arr
 def _about_own_tokens(row: DumpRow, names: Names, lists: dict[str, Array]) -> dict[str, Array]:
     """Return the numbers of a whole sequence, each at its own token: some stacks write them one token ahead."""
     columns = _column_names(names)
-    numbers = lists.keys() - {"token_id_b"}
-    ahead = numbers if _has(row, names.all_ahead_with) else {n for n in lists if columns.get(n, n) in names.ahead}
+    numbers, ahead = lists.keys() - {"token_id_b"}, set(names.ahead)
+    ahead = (
+        numbers
+        if _has(row, names.all_ahead_with)
+        else {n for n in lists if {columns.get(n, n), *EXTRA.get(n, ())} & ahead}
+    )
     return {name: np.roll(values, 1) if name in ahead else values for name, values in lists.items()}
 
 
@@ -415,7 +419,7 @@ def _tensor_rows(path: Path, names: Names | str | None) -> Generator[DumpRow, No
         return values.unbind() if isinstance(values, torch.Tensor) and values.is_nested else values
 
     def has_rows(values: Any) -> bool:
-        return values.dim() > 0 if isinstance(values, torch.Tensor) else hasattr(values, "__len__")
+        return values.dim() > 0 if isinstance(values, torch.Tensor) else isinstance(values, list | tuple)
 
     def plain(value: Any) -> Any:
         try:
@@ -437,8 +441,8 @@ def _tensor_rows(path: Path, names: Names | str | None) -> Generator[DumpRow, No
         if used.sampler not in columns:
             raise _no_column(path, used.sampler, part)
         count = len(columns[used.sampler])
-        read = {str(getattr(used, f.name)) for f in fields(Names)}.union(*EXTRA.values())
-        for name in sorted(read & columns.keys()):
+        spelled = (next((name for name in names if name in columns), "") for names in EXTRA.values())
+        for name in sorted({str(getattr(used, f.name)) for f in fields(Names)}.union(spelled) & columns.keys()):
             if len(columns[name]) != count:
                 raise UserError(
                     f"{path}: {name} has {len(columns[name])} rows, {used.sampler} has {count}; all must have as many"

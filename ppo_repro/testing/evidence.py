@@ -92,7 +92,7 @@ class PatternSums:
 def pattern_sums(tokens: pd.DataFrame) -> PatternSums:
     """Return the sums of one iteration from its `with_mismatch` rows, in the order of KEY."""
     if "token_id_b" in tokens:
-        scored = tokens["token_id_b"].to_numpy()
+        scored = tokens["token_id_b"].to_numpy(np.float64, na_value=np.nan)
         tokens = tokens.assign(id_differs=np.where(np.isnan(scored), np.nan, tokens["token_id"].to_numpy() != scored))
     tokens = tokens[tokens["finite"]]
     a32, b32 = tokens["logprobs_a"].to_numpy(), tokens["logprobs_b"].to_numpy()

@@ -57,11 +57,10 @@ def _changed(golden: Golden, now: Golden) -> str:
                 return f"table {name}, iteration {iteration}: digest {new.get(name)}, golden {old.get(name)}"
     if len(golden.tables) != len(now.tables):
         return f"number of iterations: {len(now.tables)}, golden {len(golden.tables)}"
-    if golden.side_tables is not None:
-        old, new = golden.side_tables, now.side_tables or {}
-        for path in new | old:
-            if old.get(path) != new.get(path):
-                return f"{path}: digest {new.get(path)}, golden {old.get(path)}"
+    old, new = golden.side_tables or {}, now.side_tables or {}
+    for path in old.keys() & new.keys():  # `records.level` says which of them a run has, and is no result
+        if old[path] != new[path]:
+            return f"{path}: digest {new[path]}, golden {old[path]}"
     if golden.fingerprint != now.fingerprint:
         return f"final results: fingerprint {now.fingerprint}, golden {golden.fingerprint}"
     return ""

@@ -89,6 +89,15 @@ def test_a_golden_run_is_written_once(deterministic_run: Path, native_run: Path,
         assert_matches_golden(native_run, path)
 
 
+def test_a_golden_run_may_record_other_side_tables(deterministic_run: Path, tmp_path: Path) -> None:
+    """`records.level` says which side tables a run has, and is no result."""
+    made, path = golden.golden_of(deterministic_run), tmp_path / "golden.json"
+    assert made.side_tables
+    for side_tables in ({}, made.side_tables | {"records/more/preparation.parquet": "00"}):
+        path.write_text(made.model_copy(update={"side_tables": side_tables}).model_dump_json())
+        assert_matches_golden(deterministic_run, path)
+
+
 def test_what_differs_from_a_golden_run_is_named_and_the_environment_only_where_it_differs(
     deterministic_run: Path, tmp_path: Path
 ) -> None:

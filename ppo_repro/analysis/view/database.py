@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import re
 import threading
+import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -76,6 +77,7 @@ class Responses:
         self._folder = TemporaryDirectory(prefix="ppo-repro-view-")
         self._database = duckdb.connect(str(Path(self._folder.name) / "responses.duckdb"), config=CONFIG)
         self._database.execute(CREATE)
+        self._cursors = set[Any]()  # each is a connection of its own: `interrupt` must reach all
 
     def insert(self, run: int, run_dir: Path, iterations: Sequence[int]) -> None:
         """Add the responses of the given iterations of a run. Raises duckdb.Error if a file cannot be read."""
@@ -86,31 +88,46 @@ class Responses:
         self._database.execute("delete from responses where run = ?", [run])
 
     def interrupt(self) -> None:
-        """End the `insert` or `remove` that runs now."""
-        self._database.interrupt()
+        """End all statements that run now."""
+        for connection in (self._database, *tuple(self._cursors)):
+            with suppress(duckdb.ConnectionException):  # one that was closed just now
+                connection.interrupt()
 
     def close(self) -> None:
-        """Remove the table."""
-        self._database.close()
+        """End all statements, and remove the table."""
+        while True:
+            self.interrupt()
+            try:
+                self._database.close()
+            except duckdb.ResourceInUseException:  # a statement takes a moment to end
+                time.sleep(0.05)
+            else:
+                break
         self._folder.cleanup()
 
     @contextmanager
     def _limited_cursor(self) -> Iterator[Any]:
         """Yield a cursor. Raises Slow after TIMEOUT_SECONDS of a query."""
+        with self.cursor() as cursor:
+            timer = threading.Timer(TIMEOUT_SECONDS, cursor.interrupt)
+            timer.start()
+            try:
+                yield cursor
+            except duckdb.InterruptException as error:
+                raise Slow from error
+            finally:
+                timer.cancel()
+
+    @contextmanager
+    def cursor(self) -> Iterator[Any]:
+        """Yield a cursor without a time limit."""
         cursor = self._database.cursor()
-        timer = threading.Timer(TIMEOUT_SECONDS, cursor.interrupt)
-        timer.start()
+        self._cursors.add(cursor)
         try:
             yield cursor
-        except duckdb.InterruptException as error:
-            raise Slow from error
         finally:
-            timer.cancel()
+            self._cursors.discard(cursor)
             cursor.close()
-
-    def cursor(self) -> Any:
-        """Return a cursor without a time limit."""
-        return self._database.cursor()
 
     def rows(self, query: str, values: Sequence[Any] = ()) -> list[dict[str, Any]]:
         """Return the rows of a query as dicts by column. Raises Slow after TIMEOUT_SECONDS."""

@@ -7,7 +7,6 @@ import io
 import secrets
 import socket
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -167,7 +166,7 @@ def application(index: Index, token: str) -> ASGIApp:
 
 def rows_as_csv(index: Index, query: str, values: Sequence[Any]) -> Generator[str, None, None]:
     """Yield all rows of a query as CSV (`csv_text`), in chunks, with the names of the runs."""
-    with closing(index.responses.cursor()) as cursor:
+    with index.responses.cursor() as cursor:
         cursor.execute(query, list(values))
         rows: list[Sequence[Any]] = [COLUMNS]
         while rows:

@@ -14,7 +14,7 @@ from ppo_repro.analysis.remedies import remedy_table
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.latest import run_named
 from ppo_repro.base.output import print_result
-from ppo_repro.testing.dumps import FORMATS
+from ppo_repro.testing.dumps import FORMATS, SUFFIXES
 
 
 def add_options(option: Callable[..., argparse.Action]) -> None:
@@ -35,7 +35,7 @@ def command(arguments: argparse.Namespace) -> None:
 
 def _chosen_pairs(paths: Sequence[Path], pair: str | None, form: str | None) -> Iterator[pd.DataFrame]:
     """Return the pairs to compare. Raises UserError for an option that would change nothing."""
-    if form is not None or any(path.is_file() for path in paths):
+    if form is not None or any(path.is_file() or path.suffix in SUFFIXES for path in paths):
         if pair is not None:
             raise UserError(f"--pair {pair}: is for recorded runs, not for files of other stacks; leave it out")
         return imported_pairs(paths, form)

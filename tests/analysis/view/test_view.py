@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 import json
 import shutil
 import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,6 +23,7 @@ import pytest
 
 from ppo_repro.analysis.view import database
 from ppo_repro.analysis.view import index as index_module
+from ppo_repro.analysis.view.database import Responses
 from ppo_repro.analysis.view.server import Server, rows_as_csv
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.files import MANIFEST
@@ -234,11 +237,25 @@ def test_the_view_ends_at_once_while_it_reads_a_run(native_run: Path, monkeypatc
     assert len(reads) == 1, "no iteration is tried again"
 
 
-def test_a_download_that_is_broken_off_leaves_no_cursor(hostile: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    cursor = hostile.index.responses.cursor()
-    monkeypatch.setattr(hostile.index.responses, "cursor", lambda: cursor)
+def test_the_table_closes_while_a_page_reads_it() -> None:
+    responses, ended = Responses(), threading.Event()
+
+    def read() -> None:
+        with contextlib.suppress(duckdb.InterruptException), responses.cursor() as cursor:
+            cursor.execute("select count(*) from range(1000000000000) t(i) where i % 7 = 3").fetchall()
+        ended.set()
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    time.sleep(0.3)
+    responses.close()
+    assert ended.wait(10)
+
+
+def test_a_download_that_is_broken_off_leaves_no_cursor(hostile: Server) -> None:
     download = rows_as_csv(hostile.index, "select * from responses", ())
     assert next(download).startswith("run,iteration")
+    (cursor,) = hostile.index.responses._cursors
     download.close()
     with pytest.raises(duckdb.ConnectionException):
         cursor.execute("select 1")

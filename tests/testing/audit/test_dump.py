@@ -16,7 +16,7 @@ import torch
 
 from ppo_repro.base.errors import UserError
 from ppo_repro.commands import audit
-from ppo_repro.testing.dumps import FORMATS, DumpedResponse, read_dump
+from ppo_repro.testing.dumps import FORMATS, DumpedResponse, Names, read_dump
 from tests.testing.audit.rows import ROWS
 
 
@@ -250,3 +250,17 @@ def test_other_files_are_refused(name: str, content: bytes, message: str, tmp_pa
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=message.replace(".", r"\.")):
         read(tmp_path / name, "verl")
+
+
+def test_a_value_of_a_file_that_is_no_column_is_left_out(tmp_path: Path) -> None:
+    columns = {name: torch.tensor([values] * 2) for name, values in ROWS["verl"].items()}
+    torch.save(columns | {"entropy": "full", "pad_length": {"mean": 1.0}}, tmp_path / "x.pt")
+    assert same(read(tmp_path / "x.pt", "verl"), read(write(tmp_path / "y.jsonl", [ROWS["verl"]] * 2), "verl"))
+
+
+def test_names_of_ones_own_may_be_ahead_with_any_spelling(tmp_path: Path) -> None:
+    row = {"ids": [5, 7, 8], "m": [0, 1, 1], "s": [9.0, -1.0, -2.0], "t": [-3.0, -4.0, 9.0], "entropy": [0.1, 0.2, 9.0]}
+    names = Names("s", "t", "m", "ids", ahead=("t", "entropy"))
+    (found,) = read_dump(write(tmp_path / "x.jsonl", [row]), names)
+    assert found.trainer.tolist() == [-3.0, -4.0]
+    assert found.extra["entropies"] == pytest.approx([0.1, 0.2])

@@ -37,11 +37,12 @@ def _token(pairs: pd.DataFrame, index: int) -> str:
 
 
 def pairs_of_run(run: Path | str) -> pd.DataFrame:
-    """Read `rollout_logprobs` and `old_logprobs` of a recorded run. Raises UserError if it is damaged."""
+    """Read the two log-probs of the tokens that a run computed itself. Raises UserError if it is damaged."""
     recorded = reader.open_manifest(run)
     beside = DISTRIBUTION if has_responses(recorded) else []  # actions of a control run have no such columns
     columns = ["iteration", "sequence", "position", "rollout_logprobs", "old_logprobs", *beside]
-    return reader.read_tokens(run, columns=columns, recorded=recorded).set_axis([*COLUMNS, *beside], axis=1)
+    tokens = reader.read_tokens(run, iterations=recorded.own_iterations, columns=columns, recorded=recorded)
+    return tokens.set_axis([*COLUMNS, *beside], axis=1)
 
 
 def pairs_of_dump(source: Path | str | pd.DataFrame, names: Names | None = None) -> pd.DataFrame:

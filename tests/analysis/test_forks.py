@@ -16,6 +16,7 @@ from ppo_repro.analysis.report import build
 from ppo_repro.base.errors import UserError
 from ppo_repro.records import reader
 from ppo_repro.runs.summary import summarise
+from ppo_repro.testing import assert_mismatch_below
 from ppo_repro.testing.audit.recorded_run import dump_of_run
 from tests.support.language import fork, tiny_run
 
@@ -36,6 +37,10 @@ def test_pairs_and_evidence_of_a_fork_are_of_its_own_iterations(
     assert [int(chunk["iteration"].iloc[0]) for chunk in read(forked)] == [1]
     with pytest.raises(UserError, match="iteration 0 is of the run that was forked"):
         list(read(forked, iterations=[0]))
+
+
+def test_the_guard_of_a_fork_judges_its_own_iterations(forked: Path) -> None:
+    assert_mismatch_below(forked, frac_unequal=0.0)
 
 
 def test_the_summary_and_the_page_of_a_fork_count_its_own_iterations(forked: Path) -> None:

@@ -17,11 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ppo_repro.analysis.pairs import imported_pairs
 from ppo_repro.base.errors import UserError
 from ppo_repro.testing.advice import ADVICE
 from ppo_repro.testing.diagnosis import Diagnosis, diagnose_chunks
-from ppo_repro.testing.pairs import KEY, PAIR
+from ppo_repro.testing.pairs import KEY, PAIR, imported_pairs
 from tests.support.json_lines import write_lines
 
 ITERATIONS, SEQUENCES, LONGEST, VOCAB, EOS = 4, 24, 20, 89, 1

@@ -14,12 +14,12 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from ppo_repro.analysis.pairs import imported_pairs
 from ppo_repro.base.watcher import Silent
 from ppo_repro.records import reader
 from ppo_repro.records.folder import FINAL, REFERENCE
 from ppo_repro.testing import assert_mismatch_below
 from ppo_repro.testing.diagnosis import diagnose_chunks
+from ppo_repro.testing.pairs import imported_pairs
 from tests.support import sglang_dumps
 from tests.support.cli import Cli, one_line
 from tests.support.language import run
@@ -236,7 +236,10 @@ def test_a_dump_of_a_server_that_runs_now(cli: Cli, dump: tuple[Path, Path], tmp
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--format", "other"], "--format other: must be one of ppo_repro, verl, trl, slime, prime-rl, areal"),
+        (
+            ["--format", "other"],
+            "--format or names = 'other': must be one of ppo_repro, verl, trl, slime, prime-rl",
+        ),
         (["--temperature", "0"], "--temperature: '0' must be a finite number of at least 1e-06"),
         (["--temperature", "1e-38"], "--temperature: '1e-38' must be a finite number of at least 1e-06"),
         (["--top-p", "2"], "--top-p: '2' must be a number above 0 and at most 1"),

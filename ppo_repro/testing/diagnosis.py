@@ -19,6 +19,7 @@ import pandas as pd
 from ppo_repro.base.errors import UserError
 from ppo_repro.statistics.mismatch import MismatchSums, merged_sums, metric_values, mismatch_sums, with_mismatch
 from ppo_repro.testing.advice import ADVICE, CauseName
+from ppo_repro.testing.dumps import Names
 from ppo_repro.testing.evidence import (
     Group,
     GroupColumn,
@@ -28,6 +29,7 @@ from ppo_repro.testing.evidence import (
     ordered,
     pattern_sums,
 )
+from ppo_repro.testing.pairs import Source, evidence_of
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,14 @@ class Diagnosis:
     advice: str
     needed: str  # the columns that would test the untested causes
     evidence: Evidence
+
+
+def diagnose(run_or_dump: Source, names: Names | str | None = None) -> Diagnosis:
+    """Name the cause of the mismatch in the language run of a folder, or in a dump (`imported_pairs`).
+
+    Raises UserError for a source that cannot be read, or that has no finite pair of log-probs.
+    """
+    return diagnose_chunks(evidence_of(run_or_dump, names))
 
 
 def diagnose_chunks(chunks: Iterable[pd.DataFrame]) -> Diagnosis:

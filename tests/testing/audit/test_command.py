@@ -17,9 +17,7 @@ import pytest
 from ppo_repro.base.watcher import Silent
 from ppo_repro.records import reader
 from ppo_repro.records.folder import FINAL, REFERENCE
-from ppo_repro.testing import assert_mismatch_below
-from ppo_repro.testing.diagnosis import diagnose_chunks
-from ppo_repro.testing.pairs import imported_pairs
+from ppo_repro.testing import assert_mismatch_below, diagnose
 from tests.support import sglang_dumps
 from tests.support.cli import Cli, one_line
 from tests.support.language import run
@@ -307,7 +305,7 @@ def test_audit_diagnosis_and_guard_agree_about_a_dump(
     assert code == int(bool(cause))
     assert cause in found["sampler"]["cause"]
     assert found["trainer"]["is_right"]
-    of_pairs = diagnose_chunks(imported_pairs(path))
+    of_pairs = diagnose(path)
     assert of_pairs.verdict in verdicts
     assert of_pairs.evidence["tokens"] == found["tokens"]
     if guard is None:

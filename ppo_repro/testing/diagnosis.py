@@ -1,10 +1,11 @@
 """Name the cause of a mismatch from the differences of sampler and trainer alone, without a model.
 
 The pattern of `delta = logprobs_b - logprobs_a` decides. Each cause is one row of `ROWS`: its test, and the columns
-that the test needs. The first row that fits is the verdict. A row fits if its prediction leaves at most 1 % of the sum
-of delta^2, or if one group of sequences differs 10 times as much as the others. If no row fits, the verdict is
-`unknown`, and `untested` has the causes that the columns cannot tell. `ppo-repro audit`, which has the model, says
-which side is wrong. Its causes have the same names and the same advice (`testing.advice`).
+that the test needs. Most rows fit if a prediction leaves little of the sum of delta^2 (1 %, a temperature 5 %), or if
+one of two groups of sequences differs alone or 10 times as much as the other. Dropout, 16-bit numbers and a bias of
+tokens have tests of their own. The first row that fits is the verdict. If no row fits, the verdict is `unknown`, and
+`untested` has the causes that the columns cannot tell. `ppo-repro audit`, which has the model, says which side is
+wrong. Its causes have the same names and the same advice (`testing.advice`).
 """
 
 from __future__ import annotations

@@ -89,7 +89,10 @@ def _looks_padded(pairs: pd.DataFrame) -> pd.Series:
 
 
 def draws_of_pairs(pairs: pd.DataFrame) -> Draws:
-    """Measure whether the tokens were drawn from the trainer's distributions; no tokens without its entropies."""
+    """Measure whether the tokens were drawn from the trainer's whole distributions, with their end tokens.
+
+    Tokens of a dump that left out the end tokens may look wrongly drawn. Without the trainer's entropies no token counts.
+    """
     if "entropies" not in pairs:
         return NONE
     owner = pairs.groupby(["iteration", "sequence"]).ngroup().to_numpy()
@@ -121,7 +124,7 @@ def assert_mismatch_below(
         frac_unequal: limit of the share of tokens that differ in any bit.
         nonfinite: limit of the number of tokens with a log-prob that is not finite.
         draws: whether to judge that tokens were drawn from the trainer's distributions; this needs its `entropies`, and
-            finds smaller cuts with `cumulative_probs`.
+            finds smaller cuts with `cumulative_probs`. A dump whose responses lack the end tokens needs `draws=False`.
         names: the names of the columns, or a format of `dumps.FORMATS` such as "verl"; None: the dump has the columns
             of a known stack.
 

@@ -91,7 +91,7 @@ def _looks_padded(pairs: pd.DataFrame) -> pd.Series:
 def draws_of_pairs(pairs: pd.DataFrame) -> Draws:
     """Measure whether the tokens were drawn from the trainer's whole distributions, with their end tokens.
 
-    Tokens of a dump that left out the end tokens may look wrongly drawn. Without the trainer's entropies no token counts.
+    Tokens of a dump without end tokens may look wrongly drawn. Without the trainer's entropies no token counts.
     """
     if "entropies" not in pairs:
         return NONE

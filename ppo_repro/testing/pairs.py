@@ -76,9 +76,9 @@ def _pairs_of_response(response: DumpedResponse, sequence: int) -> pd.DataFrame:
 
 
 def pairs_of_iteration(run_dir: Path | str, recorded: Manifest, iteration: int) -> pd.DataFrame:
-    """Return rollout_logprobs and old_logprobs of one iteration; of a control run only with the columns KEY.
+    """Return the pairs rollout_logprobs and old_logprobs of one recorded iteration.
 
-    Raises UserError on missing or damaged records.
+    Actions of a control run have neither token_id nor other columns. Raises UserError on missing or damaged records.
     """
     has_ids = has_responses(recorded)
     beside = ["token_id", *OPTIONAL, *_ROUTE_COLUMNS] if has_ids else []

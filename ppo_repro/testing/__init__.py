@@ -1,4 +1,4 @@
-"""Assertions for pytest on dumps of log-probs and recorded runs, and checks of losses and advantage estimators.
+"""Assertions and a diagnosis of dumps of log-probs and recorded runs, and checks of losses and advantage estimators.
 
 The checks need torch, which their first use imports.
 """
@@ -6,6 +6,7 @@ The checks need torch, which their first use imports.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from ppo_repro.testing.diagnosis import Diagnosis, diagnose
 from ppo_repro.testing.dumps import Names
 from ppo_repro.testing.golden import assert_matches_golden
 from ppo_repro.testing.guard import assert_mismatch_below
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from ppo_repro.testing.losses import LossBatch, check_loss
 
 __all__ = [
+    "Diagnosis",
     "LossBatch",
     "Names",
     "PaddedAdvantageBatch",
@@ -22,6 +24,7 @@ __all__ = [
     "assert_mismatch_below",
     "check_advantages",
     "check_loss",
+    "diagnose",
 ]
 _NEED_TORCH = {"advantages": ("PaddedAdvantageBatch", "check_advantages"), "losses": ("LossBatch", "check_loss")}
 

@@ -1,17 +1,18 @@
 """Name the cause of a mismatch from the differences of sampler and trainer alone, without a model.
 
 The pattern of `delta = logprobs_b - logprobs_a` decides. Each cause is one row of `ROWS`: its test, and the columns
-that the test needs. The first row that fits is the verdict. A row fits if its prediction leaves at most 1 % of the sum
-of delta^2, or if one group of sequences differs 10 times as much as the others. If no row fits, the verdict is
-`unknown`, and `untested` has the causes that the columns cannot tell. `ppo-repro audit`, which has the model, says
-which side is wrong. Its causes have the same names and the same advice (`testing.advice`).
+that the test needs. Most rows fit if a prediction leaves little of the sum of delta^2 (1 %, a temperature 5 %), or if
+one of two groups of sequences differs alone or 10 times as much as the other. Dropout, 16-bit numbers and a bias of
+tokens have tests of their own. The first row that fits is the verdict. If no row fits, the verdict is `unknown`, and
+`untested` has the causes that the columns cannot tell. `ppo-repro audit`, which has the model, says which side is
+wrong. Its causes have the same names and the same advice (`testing.advice`).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import numpy as np
 import pandas as pd
@@ -19,6 +20,7 @@ import pandas as pd
 from ppo_repro.base.errors import UserError
 from ppo_repro.statistics.mismatch import MismatchSums, merged_sums, metric_values, mismatch_sums, with_mismatch
 from ppo_repro.testing.advice import ADVICE, CauseName
+from ppo_repro.testing.dumps import Names
 from ppo_repro.testing.evidence import (
     Group,
     GroupColumn,
@@ -28,6 +30,7 @@ from ppo_repro.testing.evidence import (
     ordered,
     pattern_sums,
 )
+from ppo_repro.testing.pairs import Source, evidence_of
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,27 @@ LEFT_BY_TOKEN = 0.5
 ENOUGH_TOKENS = 50
 
 
-Evidence = dict[str, float]  # by name; NaN if a column is missing
+@dataclass(frozen=True)
+class Evidence:
+    """Numbers that the rows judge; NaN if a column is missing. `left_by_` and `left_without_` are shares of delta^2."""
+
+    tokens: float
+    nonfinite: float
+    frac_bitwise_equal: float
+    mean_abs: float
+    max_abs: float
+    k3: float
+    pearson_logp: float
+    temperature_ratio: float  # of the sampler's temperature to the trainer's
+    left_by_temperature: float
+    left_by_kept_mass: float
+    left_without_zeros: float
+    left_by_shift: float
+    left_by_sorting: float
+    left_by_token: float  # over the squares that one slope leaves
+    repeat_over_delta: float  # the trainer's second pass, RMS of its differences over RMS of delta
+    frac_bfloat16: float
+    frac_float16: float
 
 
 @dataclass(frozen=True)
@@ -76,7 +99,15 @@ class Diagnosis:
     tier: str  # T0 (bitwise) to T4, or `beyond T4`
     advice: str
     needed: str  # the columns that would test the untested causes
-    evidence: Evidence
+    evidence: dict[str, float]  # the fields of `Evidence`
+
+
+def diagnose(run_or_dump: Source, names: Names | str | None = None) -> Diagnosis:
+    """Name the cause of the mismatch in the language run of a folder, or in a dump (`imported_pairs`).
+
+    Raises UserError for a source that cannot be read, or that has no finite pair of log-probs.
+    """
+    return diagnose_chunks(evidence_of(run_or_dump, names))
 
 
 def diagnose_chunks(chunks: Iterable[pd.DataFrame]) -> Diagnosis:
@@ -110,7 +141,7 @@ def diagnose_sums(sizes: Sequence[MismatchSums], patterns: Sequence[PatternSums]
     if pattern.above_0:  # losses or probabilities, as the guard and the audit say
         advice = f"{pattern.above_0:.0f} log-probs are above 0; give log-probs in nats."
     needed = "; ".join(dict.fromkeys(row.needs for row in untested))
-    return Diagnosis(verdict, tuple(row.cause for row in untested), tier, advice, needed, evidence)
+    return Diagnosis(verdict, tuple(row.cause for row in untested), tier, advice, needed, asdict(evidence))
 
 
 def _ratio(left: float, whole: float) -> float:
@@ -118,16 +149,16 @@ def _ratio(left: float, whole: float) -> float:
 
 
 def _tier(evidence: Evidence, ulp_max: float) -> str:
-    if evidence["frac_bitwise_equal"] == 1:
+    if evidence.frac_bitwise_equal == 1:
         return "T0"
-    if not ulp_max > 4 and evidence["max_abs"] <= TIERS[0].max_abs:  # NaN if no token's steps say something
+    if not ulp_max > 4 and evidence.max_abs <= TIERS[0].max_abs:  # NaN if no token's steps say something
         return "T1"
     return _tier_of_unequal(evidence)
 
 
 def _tier_of_unequal(evidence: Evidence) -> str:
     for tier in TIERS:
-        if evidence["mean_abs"] <= tier.mean_abs and evidence["max_abs"] <= tier.max_abs and evidence["k3"] <= tier.k3:
+        if evidence.mean_abs <= tier.mean_abs and evidence.max_abs <= tier.max_abs and evidence.k3 <= tier.k3:
             return tier.name
     return BEYOND
 
@@ -140,25 +171,25 @@ def _evidence(sums: PatternSums, metrics: Mapping[tuple[str, str], float]) -> Ev
     repeated = _ratio(sums.again_sq, sums.again_delta_sq)
     shift = min(_ratio(sums.next_sq, sums.neighbours), _ratio(sums.previous_sq, sums.neighbours))
     formats = sums.formats_a, sums.formats_b
-    return {
-        "tokens": n,
-        "nonfinite": metrics["n_nonfinite", "count"],
-        "frac_bitwise_equal": metrics["frac_bitwise_equal", "token_mean"],
-        "mean_abs": metrics["abs_mean", "token_mean"],
-        "max_abs": metrics["abs_max", "token"],
-        "k3": metrics["k3", "token_mean"],
-        "pearson_logp": covariance / math.sqrt(spread) if spread > 0 else math.nan,
-        "temperature_ratio": 1 / (1 - slope) if slope < 1 else math.nan,
-        "left_by_temperature": left_by_temperature,
-        "left_by_kept_mass": _ratio(sums.mass_sq, sums.delta_sq) if "log_kept_mass" in sums.columns else math.nan,
-        "left_without_zeros": _ratio(sums.delta_sq - sums.zeros_sq, sums.delta_sq),
-        "left_by_shift": _ratio(shift, sums.delta_sq / n),
-        "left_by_sorting": _ratio(sums.sorted_sq, sums.delta_sq),
-        "left_by_token": _ratio(sums.by_token_sq, sums.by_one_slope_sq),
-        "repeat_over_delta": math.sqrt(repeated) if sums.again else math.nan,
-        "frac_bfloat16": max(side.bfloat16 / max(side.nonzero, 1.0) for side in formats),
-        "frac_float16": max(side.float16 / max(side.nonzero, 1.0) for side in formats),
-    }
+    return Evidence(
+        tokens=n,
+        nonfinite=metrics["n_nonfinite", "count"],
+        frac_bitwise_equal=metrics["frac_bitwise_equal", "token_mean"],
+        mean_abs=metrics["abs_mean", "token_mean"],
+        max_abs=metrics["abs_max", "token"],
+        k3=metrics["k3", "token_mean"],
+        pearson_logp=covariance / math.sqrt(spread) if spread > 0 else math.nan,
+        temperature_ratio=1 / (1 - slope) if slope < 1 else math.nan,
+        left_by_temperature=left_by_temperature,
+        left_by_kept_mass=_ratio(sums.mass_sq, sums.delta_sq) if "log_kept_mass" in sums.columns else math.nan,
+        left_without_zeros=_ratio(sums.delta_sq - sums.zeros_sq, sums.delta_sq),
+        left_by_shift=_ratio(shift, sums.delta_sq / n),
+        left_by_sorting=_ratio(sums.sorted_sq, sums.delta_sq),
+        left_by_token=_ratio(sums.by_token_sq, sums.by_one_slope_sq),
+        repeat_over_delta=math.sqrt(repeated) if sums.again else math.nan,
+        frac_bfloat16=max(side.bfloat16 / max(side.nonzero, 1.0) for side in formats),
+        frac_float16=max(side.float16 / max(side.nonzero, 1.0) for side in formats),
+    )
 
 
 def _temperature(sums: PatternSums) -> tuple[float, float]:
@@ -203,7 +234,7 @@ class Row:
     """One cause: whether the pattern of a mismatch fits, whether the columns test it, and which columns would."""
 
     cause: CauseName
-    fits: Callable[[PatternSums, Evidence], bool]
+    fits: Callable[[PatternSums, Evidence], bool]  # NaN, for no column, never fits
     is_tested: Callable[[PatternSums], bool] = lambda sums: True
     needs: str = ""
 
@@ -215,11 +246,6 @@ def _has(column: OptionalColumn) -> Callable[[PatternSums], bool]:
 
 def _has_second_pass(sums: PatternSums) -> bool:
     return sums.again > 0
-
-
-def _leaves(name: str, limit: float = LEFT) -> Callable[[PatternSums, Evidence], bool]:
-    """Return the test of a cause whose prediction leaves at most `limit` of delta^2; NaN, for no column, never fits."""
-    return lambda sums, evidence: evidence[name] <= limit
 
 
 def _in_one_group(cause: CauseName, column: GroupColumn, needs: str) -> Row:
@@ -236,7 +262,7 @@ def _in_one_group(cause: CauseName, column: GroupColumn, needs: str) -> Row:
 
 
 def _fits_zeros(sums: PatternSums, evidence: Evidence) -> bool:
-    return evidence["left_without_zeros"] <= LEFT and _tells_zeros(sums)
+    return evidence.left_without_zeros <= LEFT and _tells_zeros(sums)
 
 
 def _tells_zeros(sums: PatternSums) -> bool:
@@ -245,35 +271,40 @@ def _tells_zeros(sums: PatternSums) -> bool:
 
 def _fits_shuffled(sums: PatternSums, evidence: Evidence) -> bool:
     # log-probs that agree well are nearly the same multiset too, so they must also be uncorrelated
-    return evidence["left_by_sorting"] <= LEFT and evidence["pearson_logp"] < 0.5
+    return evidence.left_by_sorting <= LEFT and evidence.pearson_logp < 0.5
 
 
 def _fits_dropout(sums: PatternSums, evidence: Evidence) -> bool:
     # two passes differ by sqrt(2) sigma, and delta is sigma plus a bias of sqrt(7) sigma at most
-    return 0.5 <= evidence["repeat_over_delta"] <= 2.0
+    return 0.5 <= evidence.repeat_over_delta <= 2.0
 
 
 def _fits_format(sums: PatternSums, evidence: Evidence) -> bool:
     # a float32 value is by chance a bfloat16 number with probability 2^-16, a float16 number with 2^-13
-    return _tier_of_unequal(evidence) != BEYOND and max(evidence["frac_bfloat16"], evidence["frac_float16"]) >= 0.99
+    return _tier_of_unequal(evidence) != BEYOND and max(evidence.frac_bfloat16, evidence.frac_float16) >= 0.99
 
 
 def _fits_tokens(sums: PatternSums, evidence: Evidence) -> bool:
     # old weights may favour some tokens everywhere too
     is_fresh = "steps_since_sync" in sums.columns and not sums.groups("steps_since_sync")[1].sequences
-    return is_fresh and sums.repeated >= ENOUGH_TOKENS and evidence["left_by_token"] <= LEFT_BY_TOKEN
+    return is_fresh and sums.repeated >= ENOUGH_TOKENS and evidence.left_by_token <= LEFT_BY_TOKEN
 
 
 ROWS = (
     _in_one_group("retokenization", "id_differs", "token_id_b, the ids that the trainer scored"),
     _in_one_group("other_prompt", "prompt_differs", "prompt_differs, 0 for some sequences"),
-    Row("truncated_sampling", _leaves("left_by_kept_mass"), _has("log_kept_mass"), "log_kept_mass"),
+    Row(
+        "truncated_sampling",
+        lambda sums, evidence: evidence.left_by_kept_mass <= LEFT,
+        _has("log_kept_mass"),
+        "log_kept_mass",
+    ),
     Row("zero_filled", _fits_zeros, _tells_zeros, "log_kept_mass"),
-    Row("off_by_one", _leaves("left_by_shift")),
+    Row("off_by_one", lambda sums, evidence: evidence.left_by_shift <= LEFT),
     Row("shuffled", _fits_shuffled),
     Row(
         "temperature",
-        _leaves("left_by_temperature", LEFT_BY_TEMPERATURE),
+        lambda sums, evidence: evidence.left_by_temperature <= LEFT_BY_TEMPERATURE,
         _has("entropies"),
         "entropies and prob_sq_sums of the trainer",
     ),
@@ -289,5 +320,5 @@ def _named(sums: PatternSums, evidence: Evidence, tier: str) -> CauseName:
     """Return the first cause whose prediction fits."""
     if tier in ("T0", "T1", "T2"):
         agree: CauseName = "none" if tier == "T0" else "floating_point_noise"
-        return "non_finite" if evidence["nonfinite"] else agree
+        return "non_finite" if evidence.nonfinite else agree
     return next((row.cause for row in ROWS if row.fits(sums, evidence)), "unknown")

@@ -121,7 +121,7 @@ def names_of(where: str, columns: Iterable[str], form: str | None = None) -> Nam
     there = dict.fromkeys(columns)
     if form is not None:
         if form not in FORMATS:
-            raise UserError(f"--format {form}: must be one of {', '.join(FORMATS)}")
+            raise UserError(f"--format or names = {form!r}: must be one of {', '.join(FORMATS)}")
         return FORMATS[form]
     fits = [names for names in FORMATS.values() if {names.sampler, names.trainer} <= there.keys()]
     if len(fits) != 1:

@@ -1,27 +1,24 @@
 """Assert limits on the mismatch of sampler and trainer, in a recorded run or a dump. Only a `.pt` dump loads torch.
 
-Pairs are the frames of `testing.pairs`; pairs of a run have no token_id.
+Pairs are the frames of `testing.pairs`.
 """
 
 from __future__ import annotations
-
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
 
 from ppo_repro.base.errors import UserError
 from ppo_repro.records import reader
-from ppo_repro.records.manifest import has_responses
 from ppo_repro.statistics.draws import NONE, Draws, draws_of
 from ppo_repro.statistics.mismatch import metric_values, mismatch_sums, with_mismatch
-from ppo_repro.testing.dumps import Names, impossible, read_dump
-from ppo_repro.testing.pairs import KEY, tokens_of
+from ppo_repro.testing.dumps import Names, impossible
+from ppo_repro.testing.pairs import KEY, Source, imported_pairs, is_run, pairs_of_iteration
 
 PADDED = 0.5  # largest share of tokens that may look like padding
 SIDES = {"sampler": "logprobs_a", "trainer": "logprobs_b"}
 COLUMNS = [*KEY, *SIDES.values()]
-DISTRIBUTION = ["entropies", "cumulative_probs"]  # of the trainer; a dump may lack them
+DISTRIBUTION = ["entropies", "cumulative_probs"]  # of the trainer; a dump or a control run may lack them
 
 
 def _bits(value: float) -> str:
@@ -36,30 +33,19 @@ def _token(pairs: pd.DataFrame, index: int) -> str:
     return f"iteration {iteration:.0f}, sequence {sequence:.0f}, position {position:.0f}: {both}"
 
 
-def pairs_of_run(run: Path | str) -> pd.DataFrame:
-    """Read `rollout_logprobs` and `old_logprobs` of a recorded run. Raises UserError if it is damaged."""
-    recorded = reader.open_manifest(run)
-    beside = DISTRIBUTION if has_responses(recorded) else []  # actions of a control run have no such columns
-    columns = ["iteration", "sequence", "position", "rollout_logprobs", "old_logprobs", *beside]
-    return reader.read_tokens(run, columns=columns, recorded=recorded).set_axis([*COLUMNS, *beside], axis=1)
+def pairs_of(source: Source, names: Names | str | None = None) -> pd.DataFrame:
+    """Return all pairs of a run folder or a dump in one frame. Raises UserError for names of a run's columns."""
+    if is_run(source, names):
+        recorded = reader.open_manifest(source)
+        chunks = [_judged(pairs_of_iteration(source, recorded, number)) for number in recorded.own_iterations]
+    else:
+        chunks = list(imported_pairs(source, names))
+    return pd.concat(chunks or [pd.DataFrame(columns=COLUMNS)], ignore_index=True)
 
 
-def pairs_of_dump(source: Path | str | pd.DataFrame, names: Names | None = None) -> pd.DataFrame:
-    """Return a dump's tokens that count as pairs; the sequence is the row of the response, from 0.
-
-    Raises UserError, which names the row.
-    """
-    frames = [tokens_of(r, r.row - 1) for r in read_dump(source, names)]
-    return pd.concat(frames or [pd.DataFrame(columns=COLUMNS)], ignore_index=True)
-
-
-def _pairs(run_or_file: Path | str | pd.DataFrame, names: Names | None) -> pd.DataFrame:
-    """Return the pairs of a run folder or a dump. Raises UserError for names of a run's columns."""
-    if isinstance(run_or_file, pd.DataFrame) or not Path(run_or_file).is_dir():
-        return pairs_of_dump(run_or_file, names)
-    if names is not None:
-        raise UserError(f"{run_or_file}: is a run folder, whose names are fixed; leave names out")
-    return pairs_of_run(run_or_file)
+def _judged(pairs: pd.DataFrame) -> pd.DataFrame:
+    """Return the columns of a run that the guard judges: without token_id, because a run records no padding."""
+    return pairs[[name for name in (*COLUMNS, *DISTRIBUTION) if name in pairs]]
 
 
 def mismatch_of(pairs: pd.DataFrame) -> dict[str, tuple[float, int]]:
@@ -103,7 +89,10 @@ def _looks_padded(pairs: pd.DataFrame) -> pd.Series:
 
 
 def draws_of_pairs(pairs: pd.DataFrame) -> Draws:
-    """Measure whether the tokens were drawn from the trainer's distributions; no tokens without its entropies."""
+    """Measure whether the tokens were drawn from the trainer's whole distributions, with their end tokens.
+
+    Tokens of a dump without end tokens may look wrongly drawn. Without the trainer's entropies no token counts.
+    """
     if "entropies" not in pairs:
         return NONE
     owner = pairs.groupby(["iteration", "sequence"]).ngroup().to_numpy()
@@ -112,7 +101,7 @@ def draws_of_pairs(pairs: pd.DataFrame) -> Draws:
 
 
 def assert_mismatch_below(
-    run_or_file: Path | str | pd.DataFrame,
+    run_or_file: Source,
     *,
     mean_abs: float | None = None,
     max_abs: float | None = None,
@@ -120,7 +109,7 @@ def assert_mismatch_below(
     frac_unequal: float | None = None,
     nonfinite: int = 0,
     draws: bool = True,
-    names: Names | None = None,
+    names: Names | str | None = None,
 ) -> None:
     """Assert that the log-probs of sampler and trainer differ by no more than each limit, and that draws follow them.
 
@@ -135,8 +124,9 @@ def assert_mismatch_below(
         frac_unequal: limit of the share of tokens that differ in any bit.
         nonfinite: limit of the number of tokens with a log-prob that is not finite.
         draws: whether to judge that tokens were drawn from the trainer's distributions; this needs its `entropies`, and
-            finds smaller cuts with `cumulative_probs`.
-        names: the names of the columns; None: the dump has the columns of a known stack.
+            finds smaller cuts with `cumulative_probs`. A dump whose responses lack the end tokens needs `draws=False`.
+        names: the names of the columns, or a format of `dumps.FORMATS` such as "verl"; None: the dump has the columns
+            of a known stack.
 
     Raises:
         AssertionError: a limit is exceeded, or numbers cannot be log-probs; the message names each limit and a token.
@@ -152,7 +142,7 @@ def assert_mismatch_below(
             raise UserError(f"assert_mismatch_below: {name} = {limit!r}: must be 0 or more")
     limits["nonfinite"] = nonfinite
     where = "the frame" if isinstance(run_or_file, pd.DataFrame) else run_or_file
-    pairs = _pairs(run_or_file, names)
+    pairs = pairs_of(run_or_file, names)
     if not len(pairs):
         raise UserError(f"{where}: has no token that counts; there is nothing to compare")
     if why := _suspicious(pairs):

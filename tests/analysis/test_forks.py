@@ -11,12 +11,14 @@ import pytest
 
 from ppo_repro.analysis import grid_outcomes
 from ppo_repro.analysis.figures import mismatch_figure, new_axes
-from ppo_repro.analysis.pairs import run_evidence, run_pairs
+from ppo_repro.analysis.pairs import run_pairs
 from ppo_repro.analysis.report import build
 from ppo_repro.base.errors import UserError
 from ppo_repro.records import reader
 from ppo_repro.runs.summary import summarise
+from ppo_repro.testing import assert_mismatch_below
 from ppo_repro.testing.audit.recorded_run import dump_of_run
+from ppo_repro.testing.pairs import evidence_of
 from tests.support.language import fork, tiny_run
 
 
@@ -29,13 +31,17 @@ def forked(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return fork(origin, out, 1, "rollout.mismatch_sigma=null", "ppo.ratio_anchor=old", "checkpoints.every=0")
 
 
-@pytest.mark.parametrize("read", [run_evidence, run_pairs])
+@pytest.mark.parametrize("read", [evidence_of, run_pairs])
 def test_pairs_and_evidence_of_a_fork_are_of_its_own_iterations(
     forked: Path, read: Callable[..., Iterator[pd.DataFrame]]
 ) -> None:
     assert [int(chunk["iteration"].iloc[0]) for chunk in read(forked)] == [1]
     with pytest.raises(UserError, match="iteration 0 is of the run that was forked"):
-        list(read(forked, iterations=[0]))
+        list(run_pairs(forked, iterations=[0]))
+
+
+def test_the_guard_of_a_fork_judges_its_own_iterations(forked: Path) -> None:
+    assert_mismatch_below(forked, frac_unequal=0.0)
 
 
 def test_the_summary_and_the_page_of_a_fork_count_its_own_iterations(forked: Path) -> None:

@@ -15,7 +15,7 @@ from ppo_repro.analysis.mismatch_buckets import bucket_sums, bucket_table
 from ppo_repro.analysis.pairs import run_pairs
 from ppo_repro.statistics.mismatch import merged_sums, metric_values, mismatch_sums, with_mismatch
 from ppo_repro.testing.diagnosis import diagnose_chunks
-from ppo_repro.testing.guard import mismatch_of, pairs_of_run
+from ppo_repro.testing.guard import mismatch_of, pairs_of
 from tests.analysis.chunks import chunk
 
 LOG2 = math.log(2.0)
@@ -125,7 +125,7 @@ def test_the_guard_and_the_diagnosis_have_the_numbers_of_the_summary(native_run:
     names = {"mean_abs": ("abs_mean", "token_mean"), "max_abs": ("abs_max", "token"), "k3": ("k3", "token_mean")}
     names["nonfinite"] = ("n_nonfinite", "count")
     expected = {name: summary[metric] for name, metric in names.items()}
-    limited, evidence = mismatch_of(pairs_of_run(native_run)), diagnose_chunks(run_pairs(native_run)).evidence
+    limited, evidence = mismatch_of(pairs_of(native_run)), diagnose_chunks(run_pairs(native_run)).evidence
     assert {name: limited[name][0] for name in names} == {name: evidence[name] for name in names} == expected
     equal = summary["frac_bitwise_equal", "token_mean"]
     assert limited["frac_unequal"][0] == pytest.approx(1 - equal, rel=1e-12)

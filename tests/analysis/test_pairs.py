@@ -14,23 +14,24 @@ from hypothesis import strategies as st
 from ppo_repro.analysis.agreement import run_agreement
 from ppo_repro.analysis.clipping import load_iterations
 from ppo_repro.analysis.grid_outcomes import clip_shares_of_cell, mismatch_of_cell
-from ppo_repro.analysis.pairs import (
-    LAG,
-    OPTIONAL,
-    ROUTE,
-    TURN,
-    routes_of,
-    run_evidence,
-    run_pairs,
-    turns_of,
-    with_lag_turn_route,
-)
+from ppo_repro.analysis.pairs import run_pairs
 from ppo_repro.analysis.report.data.page_numbers import read_page_numbers
 from ppo_repro.analysis.report.data.run_curves import summary_tables
 from ppo_repro.analysis.report.data.run_facts import read_facts
 from ppo_repro.analysis.tokenization.tables import summary_by_iteration
 from ppo_repro.records import manifest, reader
-from ppo_repro.testing.pairs import KEY, PAIR
+from ppo_repro.testing.pairs import (
+    KEY,
+    LAG,
+    OPTIONAL,
+    PAIR,
+    ROUTE,
+    TURN,
+    evidence_of,
+    routes_of,
+    turns_of,
+    with_lag_turn_route,
+)
 from tests.support.synthetic_run import bits
 
 
@@ -61,7 +62,7 @@ def test_the_first_new_log_probs_of_a_run(native_run: Path) -> None:
     "read",
     [
         lambda run: read_page_numbers(facts := read_facts(run), *summary_tables(facts)),
-        lambda run: list(run_evidence(run)),
+        lambda run: list(evidence_of(run)),
         lambda run: list(run_pairs(run, "old_vs_first_new")),
         lambda run: list(load_iterations(run)),
         lambda run: summary_by_iteration(run, boundary="leading", iterations=None),

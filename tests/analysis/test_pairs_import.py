@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from ppo_repro.analysis.mismatch import mismatch_by_iteration, mismatch_summary, mismatch_table
-from ppo_repro.analysis.pairs import imported_pairs, iteration_of, masked_tokens
+from ppo_repro.analysis.pairs import iteration_of, masked_tokens
 from ppo_repro.analysis.remedies import remedy_table
 from ppo_repro.base.errors import UserError
 from ppo_repro.testing import Names
 from ppo_repro.testing.diagnosis import diagnose_chunks
-from ppo_repro.testing.pairs import PAIR
+from ppo_repro.testing.pairs import PAIR, imported_pairs
 from tests.support.json_lines import write_lines
 from tests.testing.audit.rows import ROWS
 
@@ -72,6 +72,7 @@ def test_ids_stand_at_their_own_tokens_where_all_numbers_are_ahead(tmp_path: Pat
     assert chunk["logprobs_a"].tolist() == chunk["logprobs_b"].tolist() == [-0.5, -2.0]
 
 
-def test_an_unknown_stack_is_refused() -> None:
-    with pytest.raises(UserError, match="columns = 'mine': must be one of ppo_repro, verl"):
-        list(imported_pairs("a.jsonl", "mine"))
+def test_an_unknown_stack_is_refused(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "a.jsonl", [ROWS["verl"]])
+    with pytest.raises(UserError, match="names = 'mine': must be one of ppo_repro, verl"):
+        list(imported_pairs(path, "mine"))

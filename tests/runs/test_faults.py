@@ -14,12 +14,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from ppo_repro.analysis.pairs import run_evidence
 from ppo_repro.base.seeding import words
 from ppo_repro.config.files import load_config
 from ppo_repro.config.inputs import run_folder
 from ppo_repro.records import manifest, reader
 from ppo_repro.testing.diagnosis import diagnose_chunks
+from ppo_repro.testing.pairs import run_evidence
 from tests.support.language import resume, run, tiny_run
 from tests.support.paths import TINY
 from tests.support.resume import Stopped
@@ -191,7 +191,7 @@ def require_the_records_suffice_and_the_cause_is_named(case: Case) -> None:
     assert recomputed(case.folder).difference is None
     expected = next((cause for start, cause in CAUSES.items() if case.name.startswith(start)), None)
     if expected is not None:
-        chunks = list(run_evidence(case.folder))
+        chunks = list(run_evidence(case.folder, reader.open_manifest(case.folder)))
         # where every sequence has it, nothing tells it from another cause
         column = {"padding_leak": "pad_length", "other_prompt": "prompt_differs"}.get(expected)
         known = column is None or any((chunk[column] == 0).any() for chunk in chunks)

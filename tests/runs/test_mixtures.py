@@ -11,13 +11,14 @@ import pytest
 from ppo_repro.analysis.agreement import run_agreement
 from ppo_repro.analysis.mismatch import mismatch_by_iteration
 from ppo_repro.analysis.mismatch_buckets import bucket_table
-from ppo_repro.analysis.pairs import ROUTE, ROUTES, run_pairs
+from ppo_repro.analysis.pairs import run_pairs
 from ppo_repro.analysis.report.sections.sampler_and_trainer import bucket_figure, filled_buckets
 from ppo_repro.base.errors import UserError
 from ppo_repro.config.files import load_config
 from ppo_repro.config.run import RunConfig
 from ppo_repro.records import manifest, reader
 from ppo_repro.records.diff import first_difference
+from ppo_repro.testing.pairs import ROUTE, ROUTES
 from tests.support.language import run
 from tests.support.paths import TINY
 from tests.support.recipes import UNPADDED_LAYOUT

@@ -17,8 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ppo_repro.analysis.pairs import imported_pairs
+from ppo_repro import testing
 from ppo_repro.base.errors import UserError
+from ppo_repro.records import reader
 from ppo_repro.testing.advice import ADVICE
 from ppo_repro.testing.diagnosis import Diagnosis, diagnose_chunks
 from ppo_repro.testing.pairs import KEY, PAIR
@@ -201,8 +202,17 @@ DUMPED = {"logprobs_a": "rollout_logprobs", "logprobs_b": "old_logprobs"}
 def test_each_fault_is_named_from_a_file(name: str, tmp_path: Path) -> None:
     make, verdict = FAULTS[name]
     make().rename(columns=DUMPED).to_parquet(tmp_path / "dump.parquet")
-    found = diagnose_chunks(imported_pairs(tmp_path / "dump.parquet"))
+    found = testing.diagnose(tmp_path / "dump.parquet")
     assert (found.verdict, found.untested, found.needed) == (verdict, (), ""), found.evidence
+
+
+def test_a_run_and_its_own_table_have_one_cause(native_run: Path) -> None:
+    found, of_frame = testing.diagnose(native_run), testing.diagnose(reader.read_tokens(native_run), "ppo_repro")
+    assert (found.verdict, found.tier) == (of_frame.verdict, of_frame.tier) == ("floating_point_noise", "T2")
+    assert found.evidence["repeat_over_delta"] > 0, "a run records a second pass of the trainer"
+    assert math.isnan(of_frame.evidence["repeat_over_delta"])
+    with pytest.raises(UserError, match="leave names out"):
+        testing.diagnose(native_run, testing.Names("a", "b"))
 
 
 def responses_of(pairs: pd.DataFrame) -> list[dict[str, object]]:
@@ -218,7 +228,7 @@ def responses_of(pairs: pd.DataFrame) -> list[dict[str, object]]:
 def test_responses_of_a_file_have_numbers_of_their_own(tmp_path: Path) -> None:
     for make, verdict in ((padding_leak, "padding_leak"), (lambda: stale(0.1), "stale_weights")):
         rows = responses_of(make())
-        found = diagnose_chunks(imported_pairs(write_lines(tmp_path / "a.jsonl", rows)))
+        found = testing.diagnose(write_lines(tmp_path / "a.jsonl", rows))
         assert (found.verdict, found.untested) == (verdict, ())
 
 
@@ -226,7 +236,7 @@ def test_a_temperature_that_only_the_sampler_has_is_named_from_a_file(tmp_path: 
     names = DUMPED | {"prob_sq_sums": "sum_pi_squared", "entropies": "entropys"}  # verl's
     pairs = Sampled(13, 0.8).pairs()[[*PAIR, "entropies", "prob_sq_sums"]]
     pairs.rename(columns=names).to_parquet(tmp_path / "dump.parquet")
-    found = diagnose_chunks(imported_pairs(tmp_path / "dump.parquet"))
+    found = testing.diagnose(tmp_path / "dump.parquet")
     assert found.verdict == "temperature"
     assert found.evidence["temperature_ratio"] == pytest.approx(0.8, rel=0.02)
 
@@ -246,7 +256,7 @@ def test_a_column_that_some_responses_of_a_file_lack_tests_nothing(
     rows = responses_of(make())
     for row in rows[::SEQUENCES]:  # one of each iteration
         del row[column]
-    found = diagnose_chunks(imported_pairs(write_lines(tmp_path / "a.jsonl", rows)))
+    found = testing.diagnose(write_lines(tmp_path / "a.jsonl", rows))
     assert found.verdict == "unknown"
     assert untested in found.untested
 

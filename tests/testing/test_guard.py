@@ -38,7 +38,7 @@ def test_the_mismatch_of_a_file_by_hand(tmp_path: Path) -> None:
         {"rollout_log_probs": [-1.0, -3.0], "old_log_probs": [-0.75, None], "response_mask": [1, 1]},
     ]
     path = write_lines(tmp_path / "a.jsonl", rows)
-    pairs = guard.pairs_of_dump(path)
+    pairs = guard.pairs_of(path)
     found = {name: value for name, (value, _) in guard.mismatch_of(pairs).items()}
     # delta = -0.5, 0, 0.25 over three finite tokens; k3 is the same sum in another order
     k3 = pytest.approx((np.expm1(-0.5) + 0.5 + np.expm1(0.25) - 0.25) / 3, rel=1e-15)
@@ -58,6 +58,10 @@ def test_other_names_are_given_by_what_the_message_says(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"names=ppo_repro\.testing\.Names"):
         assert_mismatch_below(path, frac_unequal=0.0)
     assert_mismatch_below(path, frac_unequal=0.0, names=Names("mine", "yours", "counts"))
+    with pytest.raises(UserError, match=r"names = 'mine': must be one of ppo_repro, verl"):
+        assert_mismatch_below(path, frac_unequal=0.0, names="mine")
+    rows = [{"rollout_log_probs": [-1.0], "old_log_probs": [-1.0], "rollout_logprobs": [-1.0], "old_logprobs": [-9.0]}]
+    assert_mismatch_below(write_lines(tmp_path / "b.jsonl", rows), frac_unequal=0.0, names="verl")
 
 
 def test_padding_is_told_from_sure_tokens(tmp_path: Path) -> None:

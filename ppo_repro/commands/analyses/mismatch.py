@@ -9,12 +9,13 @@ from pathlib import Path
 import pandas as pd
 
 from ppo_repro.analysis.mismatch import mismatch_summary
-from ppo_repro.analysis.pairs import PAIRS, imported_pairs, run_pairs
+from ppo_repro.analysis.pairs import PAIRS, run_pairs
 from ppo_repro.analysis.remedies import remedy_table
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.latest import run_named
 from ppo_repro.base.output import print_result
 from ppo_repro.testing.dumps import FORMATS, SUFFIXES
+from ppo_repro.testing.pairs import imported_pairs
 
 
 def add_options(option: Callable[..., argparse.Action]) -> None:

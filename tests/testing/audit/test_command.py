@@ -14,12 +14,10 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from ppo_repro.analysis.pairs import imported_pairs
 from ppo_repro.base.watcher import Silent
 from ppo_repro.records import reader
 from ppo_repro.records.folder import FINAL, REFERENCE
-from ppo_repro.testing import assert_mismatch_below
-from ppo_repro.testing.diagnosis import diagnose_chunks
+from ppo_repro.testing import assert_mismatch_below, diagnose
 from tests.support import sglang_dumps
 from tests.support.cli import Cli, one_line
 from tests.support.language import run
@@ -236,7 +234,10 @@ def test_a_dump_of_a_server_that_runs_now(cli: Cli, dump: tuple[Path, Path], tmp
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--format", "other"], "--format other: must be one of ppo_repro, verl, trl, slime, prime-rl, areal"),
+        (
+            ["--format", "other"],
+            "--format or names = 'other': must be one of ppo_repro, verl, trl, slime, prime-rl",
+        ),
         (["--temperature", "0"], "--temperature: '0' must be a finite number of at least 1e-06"),
         (["--temperature", "1e-38"], "--temperature: '1e-38' must be a finite number of at least 1e-06"),
         (["--top-p", "2"], "--top-p: '2' must be a number above 0 and at most 1"),
@@ -304,7 +305,7 @@ def test_audit_diagnosis_and_guard_agree_about_a_dump(
     assert code == int(bool(cause))
     assert cause in found["sampler"]["cause"]
     assert found["trainer"]["is_right"]
-    of_pairs = diagnose_chunks(imported_pairs(path))
+    of_pairs = diagnose(path)
     assert of_pairs.verdict in verdicts
     assert of_pairs.evidence["tokens"] == found["tokens"]
     if guard is None:

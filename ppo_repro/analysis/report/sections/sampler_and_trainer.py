@@ -16,12 +16,12 @@ from ppo_repro.analysis.html.markup import number
 from ppo_repro.analysis.html.page import Figure, Section, Verdict
 from ppo_repro.analysis.mismatch import IterationMismatch, mismatch_by_iteration, mismatch_table
 from ppo_repro.analysis.mismatch_buckets import bucket_table
-from ppo_repro.analysis.pairs import LAG, ROUTE, ROUTES, TURN, run_evidence
 from ppo_repro.analysis.report.data.page_numbers import DELTA_EDGES, Counts
 from ppo_repro.analysis.report.data.run_facts import Facts
 from ppo_repro.statistics.mismatch import with_mismatch
 from ppo_repro.testing.diagnosis import diagnose_sums
 from ppo_repro.testing.evidence import PatternSums, pattern_sums
+from ppo_repro.testing.pairs import LAG, ROUTE, ROUTES, TURN, run_evidence
 
 
 class BucketFigure(NamedTuple):
@@ -63,7 +63,7 @@ def cause_of(facts: Facts) -> tuple[list[Verdict], list[Figure]]:
     This reads the run once more, because only a run with unequal log-probs needs the other columns.
     """
     measured, patterns = list[IterationMismatch](), list[PatternSums]()
-    for pairs in run_evidence(facts.run_dir, facts.manifest.own_iterations, allow_incomplete=True):
+    for pairs in run_evidence(facts.run_dir, facts.manifest):
         measured += mismatch_by_iteration([pairs])
         patterns.append(pattern_sums(with_mismatch(pairs)))
     metrics, buckets = mismatch_table(measured), bucket_table([part.buckets for part in measured])

@@ -9,7 +9,8 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
-from ppo_repro.analysis.clip_flags import ClipRule, recorded_clipped
+from ppo_repro.analysis.clip_flags import ClipRule
+from ppo_repro.analysis.recorded_flags import recorded_clipped
 from ppo_repro.statistics.clusters import Ratio, ratio_of_sums
 
 UPDATE_COLUMNS = ["iteration", "epoch", "minibatch", "sequence", "position", "new_logprobs", "clip_flag"]

@@ -16,8 +16,8 @@ import pandas as pd
 
 from ppo_repro.analysis import agreement
 from ppo_repro.analysis.agreement import Agreement, agreement_of
-from ppo_repro.analysis.clip_flags import recorded_clipped
 from ppo_repro.analysis.pairs import deltas
+from ppo_repro.analysis.recorded_flags import DRAWN, recorded_clipped
 from ppo_repro.analysis.report.data.run_curves import (
     Point,
     read_sampled,
@@ -36,11 +36,6 @@ from ppo_repro.statistics.draws import NONE, Draws
 DELTA_EDGES: Floats = 10.0 ** np.linspace(-9.0, 1.0, 31)  # of |old - rollout|, nats
 QUANTILES = {"smallest": 0.0, "low": 0.01, "median": 0.5, "high": 0.99, "largest": 1.0}
 UPDATES = [*agreement.UPDATES, "clip_flag"]
-FLAG_WORDS = {
-    "clip_high": "clipped high", "clip_low": "clipped low", "clip_dual": "clipped dual",
-    "wrong_high": "wrong side, high", "wrong_low": "wrong side, low",
-    "bound_high": "weight bounded above", "bound_low": "weight bounded below",
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -66,7 +61,7 @@ class _Iteration:
     values: Floats  # scores, or returns of the episodes that ended
     counts: Counts
     ratios: pd.DataFrame  # of `ratio_quantiles`
-    flags: dict[str, int]  # iteration, token_updates and FLAG_WORDS: counts
+    flags: dict[str, int]  # iteration, token_updates and DRAWN: counts
     responses: pd.DataFrame  # of `_response_summary`
 
 
@@ -149,7 +144,7 @@ def _counts(tokens: pd.DataFrame, updates: pd.DataFrame, draws: Draws) -> Counts
 
 def _flag_counts(iteration: int, flag: pd.Series) -> dict[str, int]:
     counts = flag.value_counts()
-    named = {name: int(counts.get(name, 0)) for name in FLAG_WORDS}
+    named = {name: int(counts.get(name, 0)) for name in DRAWN}
     return {"iteration": iteration, "token_updates": int(counts.sum()), **named}
 
 

@@ -32,7 +32,8 @@ from ppo_repro.statistics.clusters import Floats
 
 Bool = npt.NDArray[np.bool_]
 
-# of ratios; recorded_flags.py has the flags that training recorded. Five never overlap; a token is `outside` if it has one of them
+# five flags of ratios that never overlap; a token is `outside` if it has one of them. `recorded_flags.py` has the flags
+# that training recorded
 DISJOINT = ("clip_high", "clip_low", "wrong_high", "wrong_low", "outside_without_advantage")
 FLAGS = ("outside", *DISJOINT, "clip_dual", "removed")
 VALUE_FLAGS = ("value_outside", "value_removed")

@@ -35,7 +35,6 @@ from ppo_repro.statistics.draws import NONE, Draws
 
 DELTA_EDGES: Floats = 10.0 ** np.linspace(-9.0, 1.0, 31)  # of |old - rollout|, nats
 QUANTILES = {"smallest": 0.0, "low": 0.01, "median": 0.5, "high": 0.99, "largest": 1.0}
-UPDATES = [*agreement.UPDATES, "clip_flag"]
 
 
 @dataclass(frozen=True)
@@ -114,7 +113,7 @@ def read_page_numbers(facts: Facts, iterations: pd.DataFrame, steps: pd.DataFram
 
 def _scan_iteration(facts: Facts, number: int) -> _Iteration:
     run_dir, one, recorded = facts.run_dir, [number], facts.manifest
-    updates = reader.read_updates(run_dir, iterations=one, columns=UPDATES, recorded=recorded)
+    updates = reader.read_updates(run_dir, iterations=one, columns=agreement.UPDATES, recorded=recorded)
     if has_responses(recorded):
         sequences, tokens = read_sampled(facts, number)
         draws, values = draws_of_records(number, tokens), sequences["scores"].to_numpy(np.float64)

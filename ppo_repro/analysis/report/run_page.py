@@ -83,7 +83,7 @@ def _numbers(facts: Facts, iterations: pd.DataFrame, steps: pd.DataFrame, run_cu
     folded = (
         folded_table("Where the time went", seconds),
         folded_text("Configuration", facts.config_text),
-        *(folded_text(f"Code of the reward: {name}", text) for name, text in facts.code.items()),
+        *(folded_text(f"Code: {name}", text) for name, text in facts.code.items()),
         folded_table("Terms in words", terms()),
     )
     side_by_side = element("div", "".join(scrolled(table(frame, name)) for name, frame in numbers), class_="tables")

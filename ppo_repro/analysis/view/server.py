@@ -82,7 +82,7 @@ def _state(index: Index, asked: Asked) -> Answer:
         for run, setting in index.settings()
     ]  # fmt: skip
     finishes = [row["finish"] for row in index.responses.rows("select distinct finish from responses order by finish")]
-    damaged = [line for run in index.present() for line in run.damaged]
+    damaged = [line for run in index.present() for line in run.damaged.values()]
     return {
         "version": index.version, "runs": runs, "finishes": finishes, "damaged": damaged, "others": index.others,
         "failure": index.failure,

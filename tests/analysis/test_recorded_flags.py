@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from ppo_repro.analysis.html import page
-from ppo_repro.analysis.html.token_data import described
 from ppo_repro.analysis.recorded_flags import DRAWN, RECORDED_FLAGS, flag_legend, recorded_clipped
 from ppo_repro.analysis.report import build
+from ppo_repro.analysis.report.data.token_data import described
 from ppo_repro.ppo.objectives import ClipFlag, flag_names, removes_gradient
 from ppo_repro.records import reader
 from tests.support.html_page import check, embedded

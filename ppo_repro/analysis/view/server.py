@@ -23,7 +23,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from ppo_repro.analysis.csv_text import cell
 from ppo_repro.analysis.html.markup import differences
 from ppo_repro.analysis.html.page import document
-from ppo_repro.analysis.html.token_section import token_area
+from ppo_repro.analysis.html.token_area import token_area
 from ppo_repro.analysis.view.database import TIMEOUT_SECONDS, Slow
 from ppo_repro.analysis.view.index import Index
 from ppo_repro.analysis.view.one_response import rendered, tokens_of

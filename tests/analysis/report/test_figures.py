@@ -12,13 +12,13 @@ import pytest
 
 from ppo_repro.analysis.html import charts
 from ppo_repro.analysis.html.page import Figure, figure_html
-from ppo_repro.analysis.html.token_data import token_data
-from ppo_repro.analysis.html.token_section import choose_responses
 from ppo_repro.analysis.recorded_flags import DRAWN
 from ppo_repro.analysis.report.data import metrics
+from ppo_repro.analysis.report.data.chosen_responses import choose_responses
 from ppo_repro.analysis.report.data.page_numbers import delta_counts, ratio_quantiles, read_page_numbers
 from ppo_repro.analysis.report.data.run_curves import recorded_rows, summary_tables
 from ppo_repro.analysis.report.data.run_facts import read_facts
+from ppo_repro.analysis.report.data.token_data import token_data
 from ppo_repro.analysis.report.sections import curves
 from ppo_repro.analysis.report.sections.ratios_and_clipping import (
     extreme_ratios,

@@ -71,7 +71,7 @@ class PageNumbers:
     Curves, values and responses are of all iterations. The other numbers leave out iterations that a fork copied.
     """
 
-    curves: pd.DataFrame  # one row per Point
+    curves: pd.DataFrame  # a frame of curves
     values: dict[int, Floats]  # by iteration
     responses: pd.DataFrame
     counts: Counts

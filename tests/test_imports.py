@@ -206,6 +206,13 @@ def test_analyses_read_records_only() -> None:
         assert all(name.startswith(allowed) for name in names if name.startswith("ppo_repro.")), path
 
 
+def test_the_markup_of_pages_knows_no_run() -> None:
+    for path in files("ppo_repro/analysis/html/*.py"):
+        ours = {name for name in imports(path) if name.startswith("ppo_repro.")}
+        below = ("ppo_repro.analysis.html", "ppo_repro.analysis.csv_text", "ppo_repro.statistics")
+        assert all(name.startswith(below) for name in ours), path
+
+
 def test_statistics_need_frames_of_numbers_alone() -> None:
     for path in files("ppo_repro/statistics/*.py"):
         assert top(imports(path)) <= STANDARD | {"numpy", "pandas", "scipy", "ppo_repro"}, path

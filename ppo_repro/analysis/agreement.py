@@ -16,7 +16,7 @@ from ppo_repro.statistics.bits import Float32, iteration_agreement, unequal_bits
 from ppo_repro.testing.pairs import KEY
 
 TOKENS = [*KEY, "rollout_logprobs", "old_logprobs", "values"]
-UPDATES = [*KEY, "epoch", "minibatch", "ratios", "new_values"]
+UPDATES = [*KEY, "epoch", "minibatch", "ratios", "clip_flag", "new_values"]
 
 
 @dataclass(frozen=True)
@@ -78,6 +78,7 @@ def agreement_of(tokens: pd.DataFrame, updates: pd.DataFrame) -> Agreement:
 
 
 def _of_steps(rows: pd.DataFrame) -> tuple[Float32, Float32, Float32]:
-    """Return ratios, values and new values, which are null where a model took no step."""
-    of_policy, of_value = rows[rows["ratios"].notna()], rows[rows["new_values"].notna()]
+    """Return the ratios of the policy's steps, and values and new values of the value model's steps."""
+    # a ratio may be a recorded NaN, so only clip_flag says that the policy took a step; value steps have no flag
+    of_policy, of_value = rows[rows["clip_flag"].notna()], rows[rows["new_values"].notna()]
     return _float32(of_policy, "ratios"), _float32(of_value, "values"), _float32(of_value, "new_values")

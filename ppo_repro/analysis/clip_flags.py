@@ -32,7 +32,8 @@ from ppo_repro.statistics.clusters import Floats
 
 Bool = npt.NDArray[np.bool_]
 
-# five flags that never overlap; a token is `outside` if it has one of them
+# five flags of ratios that never overlap; a token is `outside` if it has one of them. `recorded_flags.py` has the flags
+# that training recorded
 DISJOINT = ("clip_high", "clip_low", "wrong_high", "wrong_low", "outside_without_advantage")
 FLAGS = ("outside", *DISJOINT, "clip_dual", "removed")
 VALUE_FLAGS = ("value_outside", "value_removed")
@@ -164,11 +165,6 @@ def clipped_at_start(rows: pd.DataFrame, rule: ClipRule) -> Bool:
     """Return the flag `removed` of each token before any step, at r = pi_old / anchor, bool [N]; false for `old`."""
     unmoved = ratios_of(column(rows, "old_logprobs") - column(rows, f"{rule.anchor}_logprobs"))
     return flags_of_ratios(unmoved, column(rows, "advantages"), rule)["removed"]
-
-
-def recorded_clipped(flags: pd.Series) -> Bool:
-    """Return which flags of the column `clip_flag` say that the clip removed the gradient, bool [N]; null does not."""
-    return flags.str.startswith("clip_").fillna(False).to_numpy(np.bool_)
 
 
 def value_flags(rows: pd.DataFrame, reach: float) -> pd.DataFrame:

@@ -10,8 +10,9 @@ from typing import NamedTuple
 
 import pandas as pd
 
-from ppo_repro.analysis.clip_flags import clip_rule, clipped_at_start, column, is_outside, recorded_clipped
+from ppo_repro.analysis.clip_flags import clip_rule, clipped_at_start, column, is_outside
 from ppo_repro.analysis.pairs import deltas, own_iterations
+from ppo_repro.analysis.recorded_flags import recorded_clipped
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.output import say
 from ppo_repro.config.algorithm import ClipObjective, FunctionObjective

@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from ppo_repro.analysis.agreement import run_agreement
+from ppo_repro.analysis.agreement import agreement_of, run_agreement
 from ppo_repro.analysis.mismatch import mismatch_by_iteration, mismatch_table
 from ppo_repro.analysis.pairs import run_pairs
 from ppo_repro.records import reader
@@ -87,3 +87,14 @@ def test_one_flipped_bit_is_counted(
     assert counted[figure] == before[figure] + 1 == by_loop(deterministic_run)[figure] == 1
     others = set(before) - {figure, "max_abs_old_rollout"}
     assert {name: counted[name] for name in others} == {name: before[name] for name in others}
+
+
+def test_a_recorded_nan_is_an_unequal_ratio(deterministic_run: Path) -> None:
+    """Null and NaN read as one; where the policy took a step the ratio is a NaN that training recorded."""
+    tokens, updates = (read(deterministic_run, iterations=[0]) for read in (reader.read_tokens, reader.read_updates))
+    before = agreement_of(tokens, updates)
+    updates.loc[0, "ratios"] = np.nan
+    counted = agreement_of(tokens, updates)
+    assert counted.unequal_first_ratios == before.unequal_first_ratios + 1 == 1
+    updates.loc[0, "clip_flag"] = None
+    assert agreement_of(tokens, updates).unequal_first_ratios == 0, "no step, no ratio"

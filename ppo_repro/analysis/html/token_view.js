@@ -36,7 +36,6 @@ function fill(select, options, chosen) {
 const tokenView = (() => {
   const LEVELS = 4;
   const ONE_SIDED = { sequential: 1, negative: -1 };
-  const FLAGS = ["none", "clip_high", "clip_low", "clip_dual", "wrong_high", "wrong_low"];
   let data = null;
   const view = {
     root: at("token-view"), column: at("tv-column"), iteration: at("tv-iteration"),
@@ -60,8 +59,13 @@ const tokenView = (() => {
     return (column.scale in ONE_SIDED ? "q" : level > 0 ? "p" : "n") + Math.abs(level);
   }
 
+  function flagClass(name) {
+    const known = data.flags.find((flag) => flag.name === name);
+    return known ? known.class : "odd";
+  }
+
   function shade(column, value) {
-    if (column.scale === "category") return value === null || value === "none" ? "" : "f-" + value;
+    if (column.scale === "category") return value === null ? "" : flagClass(value);
     if (typeof value === "string") return "odd";
     if (value === null || column.limit === 0) return "";
     const size = column.scale === "ratio" ? (value > 0 ? Math.log(value) : -Infinity) : value;
@@ -102,7 +106,7 @@ const tokenView = (() => {
     const items = [];
     const unit = chosen.unit ? " " + chosen.unit : "";
     if (chosen.scale === "category") {
-      for (const flag of FLAGS) items.push(swatch(flag === "none" ? "" : "f-" + flag, flag));
+      for (const flag of data.flags) items.push(swatch(flag.class, flag.name + ": " + flag.words));
     } else if (chosen.limit === 0) {
       items.push(swatch("", (chosen.scale === "ratio" ? "1" : "0") + " everywhere"));
     } else {

@@ -32,11 +32,11 @@ def dpo_page(facts: Facts) -> str:
     """
     folder, recorded, content = facts.run_dir, facts.manifest, facts.content
     iterations, steps = summary_tables(facts)
-    metrics, last = run_curves(facts, iterations, steps), [recorded.num_iterations - 1]
+    curves, last = run_curves(facts, iterations, steps), [recorded.num_iterations - 1]
     pairs = reader.read_table("margins", folder, iterations=last, columns=["held_out", "margins"])
     learning = [Verdict("fact", sentence(line)) for line in summarise(folder).sentences]
     cards = (
-        Card("Did it learn?", learning, chart=run_chart(facts, metrics)),
+        Card("Did it learn?", learning, chart=run_chart(facts, curves)),
         Card("How to repeat it", blocks=[facts_html(repeating(facts))]),
     )
     both = {"training pairs": pairs[~pairs["held_out"]], "held-out pairs": pairs[pairs["held_out"]]}
@@ -55,7 +55,7 @@ def dpo_page(facts: Facts) -> str:
     )
     sections = (
         Section(
-            "learning", "Learning", figures=[*metric_figures(content.learning, [Curves("this run", metrics)]), after]
+            "learning", "Learning", figures=[*metric_figures(content.learning, [Curves("this run", curves)]), after]
         ),
         Section("steps", "Steps", figures=[step_figure(metric, steps) for metric in content.figures_by_step]),
         Section("numbers", "Numbers and configuration", blocks=blocks),

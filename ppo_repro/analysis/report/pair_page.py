@@ -14,7 +14,7 @@ from ppo_repro.analysis.report.data.run_curves import OneRun, first_and_last, re
 from ppo_repro.analysis.report.data.run_facts import Facts, repeating
 from ppo_repro.analysis.report.sections import verdicts
 from ppo_repro.analysis.report.sections.curves import Curves, curve_sections, informative, main_chart
-from ppo_repro.analysis.report.sections.held_out import evaluations, prompt_table, shortened
+from ppo_repro.analysis.report.sections.held_out import evaluations, is_at_the_end, prompt_table, shortened
 from ppo_repro.analysis.report.sections.terms import terms
 from ppo_repro.base.errors import UserError
 from ppo_repro.records.changes import setup_changes, setup_of, shown
@@ -132,8 +132,10 @@ def _responses(facts: Sequence[Facts]) -> list[Section]:
         both: dict[str, Any] = {"run": NAMES, "response": [_side(parts, "-", "only-a"), _side(parts, "+", "only-b")]}
         both["score"] = [float(row["scores"]) for row in (x, y)]
         cards.append(prompt_table(str(x["prompt"]), str(x["answer"]), pd.DataFrame(both, dtype=object)))
+    last = [int(rows["iteration"].max()) for rows in evaluated]
     moments = " and ".join(
-        f"{n} before iteration {r['iteration'].max()}" for n, r in zip(NAMES, evaluated, strict=True)
+        f"{name} at the end" if is_at_the_end(one, iteration) else f"{name} before iteration {iteration}"
+        for name, one, iteration in zip(NAMES, facts, last, strict=True)
     )
     note = (
         f"Greedy responses of the last evaluation ({moments}): {number(different)} of {number(len(pairs))} held-out "

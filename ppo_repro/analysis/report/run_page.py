@@ -6,11 +6,11 @@ import pandas as pd
 
 from ppo_repro.analysis.html.markup import element, table
 from ppo_repro.analysis.html.page import Card, Section, facts_html, folded_table, folded_text, page, scrolled
-from ppo_repro.analysis.html.token_data import token_data
-from ppo_repro.analysis.html.token_section import choose_responses, token_section
+from ppo_repro.analysis.report.data.chosen_responses import choose_responses
 from ppo_repro.analysis.report.data.page_numbers import read_page_numbers
 from ppo_repro.analysis.report.data.run_curves import first_and_last, summary_tables
 from ppo_repro.analysis.report.data.run_facts import Facts, repeating
+from ppo_repro.analysis.report.data.token_data import token_data
 from ppo_repro.analysis.report.sections import curves, verdicts
 from ppo_repro.analysis.report.sections.curves import Curves
 from ppo_repro.analysis.report.sections.distributions import change_figures
@@ -18,6 +18,7 @@ from ppo_repro.analysis.report.sections.held_out import samples_section
 from ppo_repro.analysis.report.sections.ratios_and_clipping import clipping_section
 from ppo_repro.analysis.report.sections.sampler_and_trainer import cause_of, mismatch_section
 from ppo_repro.analysis.report.sections.terms import terms
+from ppo_repro.analysis.report.sections.tokens import token_section
 from ppo_repro.records.manifest import has_responses
 from ppo_repro.records.notes import by_phase, phases_of
 
@@ -83,7 +84,7 @@ def _numbers(facts: Facts, iterations: pd.DataFrame, steps: pd.DataFrame, run_cu
     folded = (
         folded_table("Where the time went", seconds),
         folded_text("Configuration", facts.config_text),
-        *(folded_text(f"Code of the reward: {name}", text) for name, text in facts.code.items()),
+        *(folded_text(f"Code: {name}", text) for name, text in facts.code.items()),
         folded_table("Terms in words", terms()),
     )
     side_by_side = element("div", "".join(scrolled(table(frame, name)) for name, frame in numbers), class_="tables")

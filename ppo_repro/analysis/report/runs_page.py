@@ -113,7 +113,7 @@ def _line(setting: Setting, group: Sequence[OneRun]) -> Curves:
 
 
 def _curves_after_fork(run: OneRun) -> pd.DataFrame:
-    """Return the curves of a run; a fork's begin where it left its origin, whose setting it had before."""
+    """Return a run's frame of curves; a fork's curves begin where it left its origin, whose setting it had before."""
     forked = run.facts.forked_at
     return run.curves if forked is None else run.curves[run.curves["iteration"] >= forked]
 

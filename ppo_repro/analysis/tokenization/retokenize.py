@@ -20,7 +20,7 @@ def encoded_again(sequences: pd.DataFrame, tokenizer: RecordedTokenizer) -> tupl
     if "episode_ids" in sequences and sequences["episode_ids"].notna().any():
         raise UserError(
             "task.max_turns: the run has episodes in which an environment speaks, whose text no tokenizer encodes as "
-            "it was; the audit is for runs of one turn"
+            "it was; analyse tokenization is for runs of one turn"
         )
     ids = [list(map(int, row)) for row in sequences["response_ids"]]
     stopped = (sequences["finish_reason"] == "stop").to_numpy(bool)

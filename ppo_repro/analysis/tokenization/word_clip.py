@@ -9,7 +9,8 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
-from ppo_repro.analysis.clip_flags import ClipRule, recorded_clipped
+from ppo_repro.analysis.clip_flags import ClipRule
+from ppo_repro.analysis.recorded_flags import recorded_clipped
 from ppo_repro.statistics.clusters import Ratio, ratio_of_sums
 
 UPDATE_COLUMNS = ["iteration", "epoch", "minibatch", "sequence", "position", "new_logprobs", "clip_flag"]
@@ -32,8 +33,8 @@ def word_ratios(
         The columns iteration, epoch, sequence, word_id, is_special, and
 
         n_tokens: number of the word's tokens
-        log_ratio: sum of the tokens' log-ratios
-        ratio_max: largest ratio of a token
+        log_ratio: sum of the tokens' log-ratios; NaN if one is NaN
+        ratio_max: largest ratio of a token, without NaN
         n_outside: number of tokens outside the band
         n_removed: number of tokens with a recorded clip_* flag
         word_outside: whether the word's ratio is outside the band
@@ -43,7 +44,7 @@ def word_ratios(
     low, high = np.log1p(-rule.low), np.log1p(rule.high)
     names = ["iteration", "sequence", "position", "word_id", "is_special"]
     anchored = token_table[names].assign(anchor=anchor_logprobs.to_numpy(np.float64))
-    rows = updates[updates["new_logprobs"].notna()].merge(anchored, on=names[:3], validate="many_to_one")
+    rows = updates[updates["clip_flag"].notna()].merge(anchored, on=names[:3], validate="many_to_one")
     log_ratio = rows["new_logprobs"].astype(np.float64) - rows["anchor"]
     rows = rows.assign(
         n_tokens=1,
@@ -51,12 +52,14 @@ def word_ratios(
         ratio_max=np.exp(log_ratio),
         n_outside=(log_ratio < low) | (log_ratio > high),
         n_removed=recorded_clipped(rows["clip_flag"]),
+        n_nan=log_ratio.isna(),
     )
     keys = ["iteration", "epoch", "sequence", "word_id", "is_special"]
     words = rows.groupby(keys, as_index=False).agg(
-        **{name: (name, "sum") for name in ("n_tokens", "log_ratio", "n_outside", "n_removed")},
+        **{name: (name, "sum") for name in ("n_tokens", "log_ratio", "n_outside", "n_removed", "n_nan")},
         ratio_max=("ratio_max", "max"),
     )
+    words["log_ratio"] = words["log_ratio"].mask(words.pop("n_nan") > 0)  # the sum leaves out NaN
     total, n = words["log_ratio"], words["n_tokens"]
     words["word_outside"] = (total < low) | (total > high)
     words["word_outside_scaled"] = (total < n * low) | (total > n * high)

@@ -28,7 +28,7 @@ LOOK_SECONDS = 1.0  # between two looks at the runs
 
 @dataclass
 class Run:
-    """One run: `read` has its iterations in the table, and `damaged` the iterations that could not be read."""
+    """One run: `read` counts the iterations that were read into the table; `damaged` has a line for each failure."""
 
     number: int  # in the table
     folder: Path
@@ -40,7 +40,7 @@ class Run:
     is_judged: bool  # whether responses are right or wrong
     read: int = 0
     is_gone: bool = False  # its folder was removed
-    damaged: list[str] = field(default_factory=list)
+    damaged: dict[int, str] = field(default_factory=dict)  # by iteration
 
 
 def _setup(folder: Path, head: Head) -> tuple[Setup, bool]:
@@ -155,7 +155,7 @@ class Index:
     def _clear(self, run: Run) -> None:
         """Remove the responses of a run from the table."""
         self.responses.remove(run.number)
-        run.read, run.damaged = 0, []
+        run.read, run.damaged = 0, {}
         self.version += 1
 
     def _read(self, run: Run) -> None:
@@ -170,6 +170,7 @@ class Index:
                     try:
                         self.responses.insert(run.number, run.folder, [iteration])
                     except duckdb.Error as error:
-                        run.damaged.append(f"{run.name}: iteration {iteration}: {str(error).splitlines()[0]}")
+                        line = f"{run.name}: iteration {iteration}: {str(error).splitlines()[0]}"
+                        run.damaged = run.damaged | {iteration: line}  # the server's threads may read the old one
             run.read = batch[-1] + 1
             self.version += 1

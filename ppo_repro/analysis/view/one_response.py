@@ -8,7 +8,7 @@ from typing import Any
 import duckdb
 import pandas as pd
 
-from ppo_repro.analysis.html import token_data
+from ppo_repro.analysis.report.data import token_data
 from ppo_repro.analysis.tokenization.recorded_tokenizer import PATHS, load_tokenizer
 from ppo_repro.analysis.view.database import Responses, pattern, source
 from ppo_repro.analysis.view.index import Run

@@ -10,6 +10,7 @@ from typing import Any
 from ppo_repro.analysis.view.database import RESPONSES, literal, pattern, source
 from ppo_repro.analysis.view.index import Run
 from ppo_repro.base.errors import UserError
+from ppo_repro.records import manifest
 
 PAGE = 50  # responses
 LARGEST_PAGE = 1000
@@ -125,19 +126,15 @@ def response_key(asked: Mapping[str, str], runs: int) -> tuple[int, int, int]:
 def snippet(query: Query, runs: Sequence[Run]) -> str:
     """Return Python code that finds the same responses in the Parquet files, with duckdb and pandas alone.
 
-    Raises UserError if there is no run.
+    Raises UserError if there is no run, or no iteration that can be read.
     """
-    chosen = [run for run in runs if query.run in (None, run.number)]
+    asked = [run for run in runs if query.run in (None, run.number)]
+    chosen = [run for run in asked if not run.damaged or len(run.damaged) < run.read]
     if not chosen:
         raise UserError("there is no run now, so there is nothing to find")
     parts = []
     for run in chosen:
-        records = run.folder.resolve() / "records"
-        files = {
-            name: source([f"{pattern(records / name)}/iteration=*.parquet"])
-            for name in ("sequences", "tokens", "updates")
-        }
-        table = RESPONSES.format(**files)
+        table = RESPONSES.format(**{name: source(_files(run, name)) for name in ("sequences", "tokens", "updates")})
         parts.append(f"select {literal(run.name)} as run, * from (\n{table}\n) where iteration < {run.read}")
     values = list(query.values if query.run is None else query.values[:-1])  # the run is the last condition
     where = query.where.replace("run = ?", "true")
@@ -148,3 +145,12 @@ def snippet(query: Query, runs: Sequence[Run]) -> str:
     return (
         f'import duckdb\n\nfound = duckdb.execute(\n    """\n{text}\n""",\n    {values!r},\n).df()  # a pandas frame\n'
     )
+
+
+def _files(run: Run, table: str) -> list[str]:
+    """Return patterns of a table's files; with damaged iterations, each file that the page has read."""
+    folder = run.folder.resolve()
+    if not run.damaged:
+        return [f"{pattern(folder / 'records' / table)}/iteration=*.parquet"]
+    read = (iteration for iteration in range(run.read) if iteration not in run.damaged)
+    return [pattern(manifest.table_path(folder, table, iteration)) for iteration in read]

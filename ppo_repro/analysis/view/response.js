@@ -83,8 +83,9 @@ async function showDifference() {
 
 async function searchItsPrompt() {
   const shown = state.rows.find((row) => isSame(row, state.chosen));
-  const row = shown || (await ask("response", state.chosen)).row;
+  const found = shown ? { row: shown } : await ask("response", state.chosen);
+  if (!found) return;
   form.reset();
-  form.elements.prompt_key.value = row.prompt_key;
+  form.elements.prompt_key.value = found.row.prompt_key;
   searchAgain();
 }

@@ -22,7 +22,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from ppo_repro.analysis.csv_text import cell
 from ppo_repro.analysis.html.markup import differences
 from ppo_repro.analysis.html.page import document
-from ppo_repro.analysis.html.token_section import token_area
+from ppo_repro.analysis.html.token_area import token_area
 from ppo_repro.analysis.view.database import TIMEOUT_SECONDS, Slow
 from ppo_repro.analysis.view.index import Index
 from ppo_repro.analysis.view.one_response import rendered, tokens_of
@@ -81,7 +81,7 @@ def _state(index: Index, asked: Asked) -> Answer:
         for run, setting in index.settings()
     ]  # fmt: skip
     finishes = [row["finish"] for row in index.responses.rows("select distinct finish from responses order by finish")]
-    damaged = [line for run in index.present() for line in run.damaged]
+    damaged = [line for run in index.present() for line in run.damaged.values()]
     return {
         "version": index.version, "runs": runs, "finishes": finishes, "damaged": damaged, "others": index.others,
         "failure": index.failure,

@@ -12,12 +12,13 @@ import pytest
 
 from ppo_repro.analysis.html import charts
 from ppo_repro.analysis.html.page import Figure, figure_html
-from ppo_repro.analysis.html.token_data import token_data
-from ppo_repro.analysis.html.token_section import choose_responses
+from ppo_repro.analysis.recorded_flags import DRAWN
 from ppo_repro.analysis.report.data import metrics
-from ppo_repro.analysis.report.data.page_numbers import FLAG_WORDS, delta_counts, ratio_quantiles, read_page_numbers
+from ppo_repro.analysis.report.data.chosen_responses import choose_responses
+from ppo_repro.analysis.report.data.page_numbers import delta_counts, ratio_quantiles, read_page_numbers
 from ppo_repro.analysis.report.data.run_curves import recorded_rows, summary_tables
 from ppo_repro.analysis.report.data.run_facts import read_facts
+from ppo_repro.analysis.report.data.token_data import token_data
 from ppo_repro.analysis.report.sections import curves
 from ppo_repro.analysis.report.sections.ratios_and_clipping import (
     extreme_ratios,
@@ -190,12 +191,17 @@ def test_clipping_figures() -> None:
     assert "the median ratio is 4.125" in within[1]
     assert "Largest ratio of all: 7.25." in extremes[1], "two, and the legend's"
     assert count(extremes[0], "rule") == 3, "two, and the legend's"
-    counts = {**dict.fromkeys(FLAG_WORDS, 0), "token_updates": 100}
+    counts = {**dict.fromkeys(DRAWN, 0), "token_updates": 100}
     flags = pd.DataFrame([{"iteration": i, **counts} for i in range(2)])
     flags["clip_high"], flags["wrong_low"] = [10, 20], [0, 5]
     chart, said = drawn(flag_figure(flags))
     assert "Of 200 token updates the clip removed the gradient of 15 %; 2.5 % were outside" in said
     assert count(chart, "line") == 2, "flags that never occur have no line"
+    flags = pd.DataFrame([{"iteration": 0, **counts, "bound_high": 30, "bound_low": 10}])
+    bounded = drawn(flag_figure(flags))[1]
+    assert "Of 100 token updates 40 % had a bounded weight and kept their gradient." in bounded
+    assert "weight bounded below" in bounded
+    assert "outside the band" not in bounded, "CISPO has no band"
 
 
 @pytest.mark.parametrize(

@@ -416,6 +416,7 @@ def test_two_runs_side_by_side(deterministic_run: Path, native_run: Path, tmp_pa
     assert "A: sampler and trainer agree on every bit" in said
     assert "B: " in said
     assert "of log-probs differ" in said
+    assert "(A at the end and B at the end)" in said
     assert page == seen_beside(deterministic_run, native_run)
     assert str(deterministic_run.parent) not in page
     assert "A and B have the same fingerprint" in same
@@ -458,5 +459,11 @@ def test_the_page_of_a_fork_marks_where_it_began_and_shows_the_reward(
     first = {row[-1]: row[0] for row in reversed(rows) if row}
     assert sorted(first.values()) == ["0", "1"], "the fork's line begins where it left its origin"
     assert "The line of a fork begins at the iteration at which it left its origin." in "".join(of_folder.itertext())
-    for text in ("forked here", f"A fork of {origin.name}", "return 0.25  # mended", "inputs/reward.py: none -&gt; "):
+    for text in (
+        "forked here",
+        f"A fork of {origin.name}",
+        "return 0.25  # mended",
+        "Code: inputs/reward.py",
+        "inputs/reward.py: none -&gt; ",
+    ):
         assert [text in page for page in pages] == [True, False], text

@@ -42,6 +42,12 @@ def responses(tokenizer: RecordedTokenizer, rows: list[list[int]], stopped: bool
     )
 
 
+def test_a_run_of_several_turns_is_refused_by_the_name_of_the_command(tokenizers: dict[str, RecordedTokenizer]) -> None:
+    rows = responses(tokenizers["characters"], [[2, 3]], True).assign(episode_ids=[[2, 3, 4, 1]])
+    with pytest.raises(UserError, match="analyse tokenization is for runs of one turn"):
+        retokenization(rows, tokenizers["characters"])
+
+
 def test_drift_by_hand(tokenizers: dict[str, RecordedTokenizer]) -> None:
     """`ab` in two tokens where the tokenizer has one; the same text cut as it cuts it does not drift."""
     tokenizer = tokenizers["bpe"]

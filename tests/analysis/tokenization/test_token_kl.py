@@ -134,3 +134,16 @@ def test_the_clip_band_in_words_by_hand() -> None:
     assert found["outside"].tolist() == [0.25, 0.5]
     assert found["word_outside"].tolist() == [0.5, 0.5]
     assert found["word_ratio_max"].tolist() == pytest.approx([1.3225, 1.69])
+
+
+def test_a_recorded_nan_stays_in_the_clip_band_of_words() -> None:
+    """Null and NaN read as one; where the policy took a step the log-prob is a NaN that training recorded."""
+    tokens, sequences = frames([["a", "b", " c"]], ended=False)
+    table = token_table(tokens, sequences, boundary="leading")
+    rows = {"iteration": 0, "epoch": 0, "minibatch": 0, "sequence": 0, "position": np.arange(3)}
+    updates = pd.DataFrame({**rows, "new_logprobs": np.log([np.nan, 1.0, 1.3]) - 3.0, "clip_flag": "none"})
+    words = word_ratios(table, pd.Series(np.full(3, -3.0)), updates, ClipRule("token", "old", 0.2, 0.2))
+    assert words["n_tokens"].tolist() == [2, 1]
+    assert np.exp(words["log_ratio"]).tolist() == pytest.approx([np.nan, 1.3], nan_ok=True)
+    assert words["word_outside"].tolist() == [False, True]
+    assert clip_table(words)["outside"].tolist() == [pytest.approx(1 / 3)]

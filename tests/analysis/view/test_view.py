@@ -24,6 +24,7 @@ import pytest
 from ppo_repro.analysis.view import database
 from ppo_repro.analysis.view import index as index_module
 from ppo_repro.analysis.view.database import Responses
+from ppo_repro.analysis.view.query import parsed, snippet
 from ppo_repro.analysis.view.server import Server, rows_as_csv
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.files import MANIFEST
@@ -303,8 +304,11 @@ def test_a_run_that_works_is_followed_and_partial_files_are_passed_over(native_r
     (tmp_path / "broken" / MANIFEST).write_text("{")
     look()
     assert counts() == (2 * each, 1)
-    assert "iteration 2" in server.index.runs[0].damaged[0]
+    assert "iteration 2" in server.index.runs[0].damaged[2]
     assert server.index.others == 1
+    space: dict[str, Any] = {}
+    exec(snippet(parsed({}, 1), server.index.present()), space)
+    assert sorted(space["found"]["iteration"].unique()) == [0, 1], "Python reads what the page reads"
     become(1)  # another run has the folder now
     look()
     assert counts() == (each, 0)

@@ -125,6 +125,21 @@ def test_labels_scores_and_the_opened_response_are_in_view(
             assert bottom <= height, selector
 
 
+def test_a_response_that_is_gone_leaves_the_search_as_it_is(browser: Any, native_run: Path) -> None:
+    with served(native_run) as server:
+        look(browser)
+        browser.get(server.address)
+        until(lambda: len(shown(browser)) > 5, "responses")
+        browser.execute_script("document.querySelectorAll('#list tbody tr')[0].click()")
+        until(lambda: find(browser, "#one:not([hidden]) .card.this"), "the response")
+        browser.get_log("browser")
+        address = browser.current_url
+        browser.execute_script("state.chosen = { run: 99, iteration: 0, sequence: 0 }; at('same').click()")
+        until(lambda: "run = 99" in text(browser, "#said"), "one line about the response")
+        assert browser.current_url == address
+        assert [entry for entry in browser.get_log("browser") if "status of 400" not in entry["message"]] == []
+
+
 @pytest.mark.parametrize("framed", [True, False])
 def test_no_page_can_frame_the_view(browser: Any, native_run: Path, tmp_path: Path, framed: bool) -> None:
     """Control: a page that allows it is framed."""

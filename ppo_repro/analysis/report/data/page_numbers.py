@@ -16,8 +16,8 @@ import pandas as pd
 
 from ppo_repro.analysis import agreement
 from ppo_repro.analysis.agreement import Agreement, agreement_of
-from ppo_repro.analysis.clip_flags import recorded_clipped
 from ppo_repro.analysis.pairs import deltas
+from ppo_repro.analysis.recorded_flags import DRAWN, recorded_clipped
 from ppo_repro.analysis.report.data.run_curves import (
     Point,
     read_sampled,
@@ -35,12 +35,6 @@ from ppo_repro.statistics.draws import NONE, Draws
 
 DELTA_EDGES: Floats = 10.0 ** np.linspace(-9.0, 1.0, 31)  # of |old - rollout|, nats
 QUANTILES = {"smallest": 0.0, "low": 0.01, "median": 0.5, "high": 0.99, "largest": 1.0}
-UPDATES = [*agreement.UPDATES, "clip_flag"]
-FLAG_WORDS = {
-    "clip_high": "clipped high", "clip_low": "clipped low", "clip_dual": "clipped dual",
-    "wrong_high": "wrong side, high", "wrong_low": "wrong side, low",
-    "bound_high": "weight bounded above", "bound_low": "weight bounded below",
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -66,7 +60,7 @@ class _Iteration:
     values: Floats  # scores, or returns of the episodes that ended
     counts: Counts
     ratios: pd.DataFrame  # of `ratio_quantiles`
-    flags: dict[str, int]  # iteration, token_updates and FLAG_WORDS: counts
+    flags: dict[str, int]  # iteration, token_updates and DRAWN: counts
     responses: pd.DataFrame  # of `_response_summary`
 
 
@@ -77,7 +71,7 @@ class PageNumbers:
     Curves, values and responses are of all iterations. The other numbers leave out iterations that a fork copied.
     """
 
-    curves: pd.DataFrame  # one row per Point
+    curves: pd.DataFrame  # a frame of curves
     values: dict[int, Floats]  # by iteration
     responses: pd.DataFrame
     counts: Counts
@@ -119,7 +113,7 @@ def read_page_numbers(facts: Facts, iterations: pd.DataFrame, steps: pd.DataFram
 
 def _scan_iteration(facts: Facts, number: int) -> _Iteration:
     run_dir, one, recorded = facts.run_dir, [number], facts.manifest
-    updates = reader.read_updates(run_dir, iterations=one, columns=UPDATES, recorded=recorded)
+    updates = reader.read_updates(run_dir, iterations=one, columns=agreement.UPDATES, recorded=recorded)
     if has_responses(recorded):
         sequences, tokens = read_sampled(facts, number)
         draws, values = draws_of_records(number, tokens), sequences["scores"].to_numpy(np.float64)
@@ -149,7 +143,7 @@ def _counts(tokens: pd.DataFrame, updates: pd.DataFrame, draws: Draws) -> Counts
 
 def _flag_counts(iteration: int, flag: pd.Series) -> dict[str, int]:
     counts = flag.value_counts()
-    named = {name: int(counts.get(name, 0)) for name in FLAG_WORDS}
+    named = {name: int(counts.get(name, 0)) for name in DRAWN}
     return {"iteration": iteration, "token_updates": int(counts.sum()), **named}
 
 

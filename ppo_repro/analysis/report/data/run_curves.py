@@ -27,7 +27,7 @@ TOKENS = [*agreement.TOKENS, "entropies", "ref_kl", "cumulative_probs"]
 
 
 class Point(NamedTuple):
-    """A point of a curve, with the ends of its band: a row of a frame of curves."""
+    """A point of a curve, with the ends of its band. A frame of curves is a pandas frame with one row per Point."""
 
     iteration: int
     metric: str
@@ -42,7 +42,7 @@ class OneRun:
 
     facts: Facts
     iterations: pd.DataFrame
-    curves: pd.DataFrame  # one row per Point
+    curves: pd.DataFrame  # a frame of curves
 
     @property
     def unequal(self) -> int:
@@ -71,7 +71,7 @@ def summary_tables(facts: Facts) -> tuple[pd.DataFrame, pd.DataFrame]:
 
 
 def run_curves(facts: Facts, iterations: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
-    """Return every curve of a run of any kind, one row per Point."""
+    """Return every curve of a run of any kind as a frame of curves."""
     sampled: list[Point] = []
     for iteration in facts.iterations:
         if has_responses(facts.manifest):
@@ -83,7 +83,7 @@ def run_curves(facts: Facts, iterations: pd.DataFrame, steps: pd.DataFrame) -> p
 
 
 def with_recorded(facts: Facts, sampled: list[Point], iterations: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
-    """Return sampled and recorded curves; no accuracies if responses cannot be right or wrong."""
+    """Return sampled and recorded curves as a frame of curves; no accuracies if responses cannot be right or wrong."""
     recorded = recorded_rows(iterations, steps, facts.manifest.final, facts.content.metrics)
     curves = pd.concat([pd.DataFrame(sampled), recorded], ignore_index=True) if sampled else recorded
     return curves if facts.is_judged else curves[~curves["metric"].isin(facts.content.accuracies)]
@@ -130,7 +130,7 @@ def recorded_rows(
     final: Mapping[str, float | int | str],
     metrics: Sequence[Plotted],
 ) -> pd.DataFrame:
-    """Return the metrics of the tables `iterations` and `steps`, one row per Point.
+    """Return the metrics of the tables `iterations` and `steps` as a frame of curves.
 
     Args:
         iterations: the table `iterations`; low and high of its metrics are NaN.

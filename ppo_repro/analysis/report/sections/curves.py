@@ -21,8 +21,8 @@ from ppo_repro.statistics.clusters import Floats
 class Curves:
     """The curves of a run, or of a setting with several seeds: one line in every chart of a page.
 
-    `frame` has all metrics: iteration, metric, value, low, high. `seeds` are the frames of single runs, which the
-    charts draw as thin lines. `tooltip` is a longer text than `name`.
+    `frame` is a frame of curves with all metrics. `seeds` are frames of curves too, of single runs, which the charts
+    draw as thin lines. `tooltip` is a longer text than `name`.
     """
 
     name: str
@@ -146,7 +146,7 @@ def curve_chart(
 
 
 def run_chart(facts: Facts, curves: pd.DataFrame) -> str:
-    """Return the chart of the first screen from the curves of a run."""
+    """Return the chart of the first screen from a run's frame of curves."""
     lines = facts.content.first_chart
     drawn, unit = [(Curves(line.label, curves), line.key) for line in lines], lines[-1].title
     return curve_chart(unit.capitalize(), unit, drawn, facts.forked_at)

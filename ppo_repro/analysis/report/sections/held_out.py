@@ -26,6 +26,11 @@ def evaluations(run_dir: Path, recorded: Manifest) -> pd.DataFrame | None:
     return reader.read_evaluations(run_dir, columns=_EVALUATION, allow_incomplete=True)
 
 
+def is_at_the_end(facts: Facts, iteration: int) -> bool:
+    """Return whether an evaluation followed the last update; its `iteration` is then the number of iterations."""
+    return facts.manifest.status == "complete" and iteration == len(facts.iterations)
+
+
 def samples_section(facts: Facts) -> list[Section]:
     """Return the section of held-out prompts whose score rose, fell or stayed; [] if no evaluation was recorded."""
     evaluated = evaluations(facts.run_dir, facts.manifest)
@@ -51,9 +56,8 @@ def _chosen(evaluated: pd.DataFrame, count: int) -> list[pd.DataFrame]:
 
 def _held_out(rows: pd.DataFrame, facts: Facts) -> str:
     shown = rows.iloc[evenly_spread(len(rows), MOMENTS)]
-    last = len(facts.iterations) if facts.manifest.status == "complete" else -1  # not an iteration
     moments = {
-        "when": ["at the end" if i == last else f"iteration {i}" for i in shown["iteration"].tolist()],
+        "when": ["at the end" if is_at_the_end(facts, i) else f"iteration {i}" for i in shown["iteration"].tolist()],
         "response": [shortened(text) for text in shown["response"]],
         "score": shown["scores"].astype("float64").tolist(),
     }

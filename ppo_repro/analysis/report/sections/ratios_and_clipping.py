@@ -15,7 +15,8 @@ from ppo_repro.analysis.clip_flags import ClipRule, token_rule
 from ppo_repro.analysis.html.charts import Line, Rule, axis_for, line_chart
 from ppo_repro.analysis.html.markup import number, share
 from ppo_repro.analysis.html.page import Figure, Section
-from ppo_repro.analysis.report.data.page_numbers import FLAG_WORDS, QUANTILES, PageNumbers
+from ppo_repro.analysis.recorded_flags import DRAWN, Effect, flags_with
+from ppo_repro.analysis.report.data.page_numbers import QUANTILES, PageNumbers
 from ppo_repro.analysis.report.data.run_facts import Facts
 from ppo_repro.config.algorithm import FunctionObjective
 from ppo_repro.config.control import ControlConfig
@@ -32,7 +33,7 @@ def clipping_section(facts: Facts, iterations: pd.DataFrame, steps: pd.DataFrame
         step_figure(ratios_by_step(numbers.ratios), rules),
         extremes_figure(extreme_ratios(numbers.ratios), rules),
     ]
-    if numbers.flags[list(FLAG_WORDS)].to_numpy().any():
+    if numbers.flags[list(DRAWN)].to_numpy().any():
         drawn.append(flag_figure(numbers.flags))
     notes: tuple[str, ...] = ()
     if isinstance(facts.config, RunConfig) and isinstance(facts.config.ppo.objective, FunctionObjective):
@@ -100,26 +101,44 @@ def _marked(rules: Sequence[Rule]) -> list[float]:
 def flag_figure(flags: pd.DataFrame) -> Figure:
     """Draw the disjoint clip flags as shares of the token updates of each iteration.
 
-    `flags` has columns iteration, the flags of FLAG_WORDS and token_updates, all counts.
+    `flags` has columns iteration, the flags of DRAWN and token_updates, all counts.
     """
     rows = flags[flags["token_updates"] > 0]
     at, total = (rows[name].to_numpy(np.float64) for name in ("iteration", "token_updates"))
     lines = [
         Line(words, at, rows[flag].to_numpy(np.float64) / total, colour=colour)
-        for colour, (flag, words) in enumerate(FLAG_WORDS.items())
+        for colour, (flag, words) in enumerate(DRAWN.items())
         if rows[flag].any()
     ]
     y = axis_for("share of token updates", [line.y for line in lines], include=(0.0,))
-    removed = int(rows[["clip_high", "clip_low", "clip_dual"]].to_numpy().sum())
-    wrong = int(rows[["wrong_high", "wrong_low"]].to_numpy().sum())
-    count = int(total.sum())
-    summary = (
-        f"Of {number(count)} token updates the clip removed the gradient of {share(removed, count)}; "
-        f"{share(wrong, count)} were outside the band and kept it."
-    )
+    summary, meaning = _flags_in_words(rows)
     chart = line_chart(lines, axis_for("iteration", [at]), y, summary)
-    caption = (
-        f"{summary} Clipped high: advantage above 0 and ratio above the upper bound; clipped low: the mirror image; "
-        "wrong side: outside the band, but the gradient leads back into it and is kept."
-    )
-    return Figure("Clip flags by iteration", chart, caption, flags)
+    return Figure("Clip flags by iteration", chart, f"{summary} {meaning}", flags)
+
+
+def _flags_in_words(rows: pd.DataFrame) -> tuple[str, str]:
+    """Return the shares of the flags in `rows` as sentences, and what these flags mean."""
+
+    def visits(effect: Effect) -> int:
+        return int(rows[flags_with(effect)].to_numpy().sum())
+
+    removed, kept, bounded = visits("removed"), visits("kept"), visits("bounded")
+    count = int(rows["token_updates"].sum())
+    visited = f"Of {number(count)} token updates"
+    shares, meanings = [], []
+    if removed or kept:
+        shares.append(
+            f"{visited} the clip removed the gradient of {share(removed, count)}; "
+            f"{share(kept, count)} were outside the band and kept it."
+        )
+        meanings.append(
+            "Clipped high: advantage above 0 and ratio above the upper bound; clipped low: the mirror image; "
+            "wrong side: outside the band, but the gradient leads back into it and is kept."
+        )
+    if bounded:
+        shares.append(f"{visited} {share(bounded, count)} had a bounded weight and kept their gradient.")
+        meanings.append(
+            "Weight bounded above: the ratio is above the upper bound, which is the weight instead; "
+            "bounded below: the mirror image."
+        )
+    return " ".join(shares), " ".join(meanings)

@@ -12,8 +12,9 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from ppo_repro.analysis.html.token_section import REASONS
 from ppo_repro.analysis.pairs import deltas
+from ppo_repro.analysis.recorded_flags import flag_legend
+from ppo_repro.analysis.report.data.chosen_responses import REASONS
 from ppo_repro.base.errors import UserError
 from ppo_repro.records import reader
 
@@ -68,7 +69,7 @@ def token_data(run_dir: Path, selected: pd.DataFrame) -> dict[str, Any]:
 
 
 def described(responses: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the data of token_view.js: columns with their scales, and responses of `responses_of`."""
+    """Return the data of token_view.js: columns with their scales, flags, and responses of `responses_of`."""
     columns = [*TOKEN_COLUMNS]
     keys = {key for response in responses for key in response["columns"] if key.startswith("ratio_")}
     for epoch in sorted(int(key.removeprefix("ratio_")) for key in keys):
@@ -80,7 +81,7 @@ def described(responses: list[dict[str, Any]]) -> dict[str, Any]:
         if any(value is not None for value in values):
             about = {"key": column.key, "label": column.label, "unit": column.unit, "scale": column.scale}
             shown.append({**about, "limit": _limit(column.scale, values)})
-    return {"columns": shown, "reasons": REASONS, "responses": responses}
+    return {"columns": shown, "reasons": REASONS, "flags": flag_legend(), "responses": responses}
 
 
 def responses_of(

@@ -1,0 +1,57 @@
+"""Choose the responses that a page shows token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+
+# above this the page would be slow to open
+MAX_TOKENS = 100_000
+# the reasons to show a response; each key is a button of the page
+REASONS = {
+    "mismatch": "worst mismatch", "clipped": "most clipped", "best": "best score", "worst": "worst score",
+    "first": "first iteration", "last": "last iteration",
+}  # fmt: skip
+
+
+def choose_responses(summary: pd.DataFrame, count: int) -> pd.DataFrame:
+    """Choose up to `count` responses, and add `why`: the keys of REASONS that chose each response.
+
+    The reasons take turns. Each reason chooses its next best response until `count` or MAX_TOKENS is reached. `summary`
+    has the rows of `PageNumbers.responses`. The returned rows are in the order of `summary`.
+    """
+    rows = summary.reset_index(drop=True)
+    latest = rows.sort_values(["iteration", "sequence"], ascending=[False, True], kind="stable")
+    first, last = rows["iteration"].min(), rows["iteration"].max()
+    ranked = {
+        "mismatch": rows[rows["max_abs_delta"] > 0].sort_values("max_abs_delta", ascending=False, kind="stable"),
+        "clipped": rows[rows["clipped"] > 0].sort_values("clipped", ascending=False, kind="stable"),
+        "best": latest.sort_values("score", ascending=False, kind="stable"),
+        "worst": latest.sort_values("score", kind="stable"),
+        "first": rows[rows["iteration"] == first],
+        "last": rows[rows["iteration"] == last],
+    }
+    sizes = rows["tokens"].to_numpy(np.int64)
+    reasons: dict[int, list[str]] = {}
+    used = 0
+    for index, reason in _in_turn({name: frame.index.to_numpy()[:count] for name, frame in ranked.items()}):
+        size = 0 if index in reasons else int(sizes[index])
+        full = index not in reasons and len(reasons) == count
+        # the first response is shown whatever its length
+        if full or (reasons and used + size > MAX_TOKENS):
+            continue
+        used += size
+        reasons.setdefault(index, []).append(reason)
+    selected = rows.iloc[sorted(reasons)].copy()
+    selected["why"] = pd.Series([reasons[index] for index in sorted(reasons)], index=selected.index, dtype=object)
+    return selected
+
+
+def _in_turn(ranked: dict[str, npt.NDArray[np.int64]]) -> Iterator[tuple[int, str]]:
+    for rank in range(max(len(order) for order in ranked.values())):
+        for reason, order in ranked.items():
+            if rank < len(order):
+                yield int(order[rank]), reason

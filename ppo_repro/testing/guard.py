@@ -15,10 +15,8 @@ from ppo_repro.statistics.mismatch import metric_values, mismatch_sums, with_mis
 from ppo_repro.testing.dumps import Names, impossible
 from ppo_repro.testing.pairs import KEY, Source, imported_pairs, is_run, pairs_of_iteration
 
-PADDED = 0.5  # largest share of tokens that may look like padding
 SIDES = {"sampler": "logprobs_a", "trainer": "logprobs_b"}
 COLUMNS = [*KEY, *SIDES.values()]
-DISTRIBUTION = ["entropies", "cumulative_probs"]  # of the trainer; a dump or a control run may lack them
 
 
 def _bits(value: float) -> str:
@@ -37,15 +35,10 @@ def pairs_of(source: Source, names: Names | str | None = None) -> pd.DataFrame:
     """Return all pairs of a run folder or a dump in one frame. Raises UserError for names of a run's columns."""
     if is_run(source, names):
         recorded = reader.open_manifest(source)
-        chunks = [_judged(pairs_of_iteration(source, recorded, number)) for number in recorded.own_iterations]
+        chunks = [pairs_of_iteration(source, recorded, number) for number in recorded.own_iterations]
     else:
         chunks = list(imported_pairs(source, names))
     return pd.concat(chunks or [pd.DataFrame(columns=COLUMNS)], ignore_index=True)
-
-
-def _judged(pairs: pd.DataFrame) -> pd.DataFrame:
-    """Return the columns of a run that the guard judges: without token_id, because a run records no padding."""
-    return pairs[[name for name in (*COLUMNS, *DISTRIBUTION) if name in pairs]]
 
 
 def mismatch_of(pairs: pd.DataFrame) -> dict[str, tuple[float, int]]:
@@ -64,28 +57,18 @@ def mismatch_of(pairs: pd.DataFrame) -> dict[str, tuple[float, int]]:
     }
 
 
-def _suspicious(pairs: pd.DataFrame) -> str:
+def _suspicious(pairs: pd.DataFrame, frac_zero: float) -> str:
     """Return the reason why numbers cannot be the log-probs of two sides, "" if they can be."""
     for name, column in SIDES.items():
         if why := impossible(pairs[column].to_numpy()):
             return f"{name}: {why}"
-    if "token_id" in pairs and (padded := _looks_padded(pairs)).mean() > PADDED:  # a run records no padding
+    zero = (pairs["logprobs_a"] == 0) & (pairs["logprobs_b"] == 0)
+    if zero.mean() > frac_zero:
         return (
-            f"{padded.sum()} of {len(padded)} tokens end a response with the same id again, and with log-probs of "
-            "exactly 0 on both sides: is padding in it? name the mask (and the token ids, if the names have none)"
+            f"both log-probs of {zero.sum()} of {len(zero)} tokens are exactly 0: is padding in it? name the mask; if "
+            "the policy is sure of most tokens, give frac_zero=1.0"
         )
     return ""
-
-
-def _looks_padded(pairs: pd.DataFrame) -> pd.Series:
-    """Return whether each token of a dump repeats the id before it and, up to its response's end, all log-probs are 0.
-
-    A sure token has a log-prob of 0 on both sides too, but rarely repeats. Without ids all ids are equal.
-    """
-    response = [pairs["iteration"], pairs["sequence"]]
-    zero = (pairs["logprobs_a"] == 0) & (pairs["logprobs_b"] == 0)
-    repeated = pairs["token_id"] == pairs.groupby(response)["token_id"].shift()
-    return repeated & zero[::-1].groupby(response).cummin()[::-1]
 
 
 def draws_of_pairs(pairs: pd.DataFrame) -> Draws:
@@ -108,6 +91,7 @@ def assert_mismatch_below(
     k3: float | None = None,
     frac_unequal: float | None = None,
     nonfinite: int = 0,
+    frac_zero: float = 0.5,
     draws: bool = True,
     names: Names | str | None = None,
 ) -> None:
@@ -123,6 +107,8 @@ def assert_mismatch_below(
         k3: limit of the token mean of expm1(delta) - delta, which estimates KL(sampler || trainer).
         frac_unequal: limit of the share of tokens that differ in any bit.
         nonfinite: limit of the number of tokens with a log-prob that is not finite.
+        frac_zero: limit of the share of tokens whose log-probs are exactly 0 on both sides, as of padding. A policy
+            that is sure of most tokens needs a higher limit.
         draws: whether to judge that tokens were drawn from the trainer's distributions; this needs its `entropies`, and
             finds smaller cuts with `cumulative_probs`. A dump whose responses lack the end tokens needs `draws=False`.
         names: the names of the columns, or a format of `dumps.FORMATS` such as "verl"; None: the dump has the columns
@@ -145,7 +131,7 @@ def assert_mismatch_below(
     pairs = pairs_of(run_or_file, names)
     if not len(pairs):
         raise UserError(f"{where}: has no token that counts; there is nothing to compare")
-    if why := _suspicious(pairs):
+    if why := _suspicious(pairs, frac_zero):
         raise AssertionError(f"{where}: {why}")
     exceeded = [
         f"{name} is {value:.6g}, above {limits[name]:.6g} (as at {_token(pairs, row)})"

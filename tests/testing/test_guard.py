@@ -64,18 +64,12 @@ def test_other_names_are_given_by_what_the_message_says(tmp_path: Path) -> None:
     assert_mismatch_below(write_lines(tmp_path / "b.jsonl", rows), frac_unequal=0.0, names="verl")
 
 
-def test_padding_is_told_from_sure_tokens(tmp_path: Path) -> None:
-    logprobs = [-0.5, *[0.0] * 5]  # a sharp policy is sure of most tokens
-    sides = {"rollout_log_probs": logprobs, "old_log_probs": logprobs}
-    sure = write_lines(tmp_path / "a.jsonl", [{**sides, "responses": [5, 6, 7, 6, 8, 2]}] * 3)
-    assert_mismatch_below(sure, frac_unequal=0.0)
-    padded = [{**sides, "responses": [5, 2, 0, 0, 0, 0]}] * 2 + [{**sides, "responses": [5, 0, 0, 0, 0, 0]}]
-    for rows, count in ((padded, 10), ([sides] * 3, 15)):
-        path = write_lines(tmp_path / "b.jsonl", rows)
-        with pytest.raises(AssertionError, match=f"{count} of 18 tokens end a response with the same id again.*mask"):
-            assert_mismatch_below(path, frac_unequal=0.0)
-    between = [{**sides, "old_log_probs": [-0.5, 0.0, 0.0, 0.0, 0.0, -0.25], "responses": [5, 0, 0, 0, 0, 2]}] * 3
-    assert_mismatch_below(write_lines(tmp_path / "c.jsonl", between), max_abs=0.25)
+def test_padding_is_refused_and_a_sharp_policy_may_be_allowed(tmp_path: Path) -> None:
+    logprobs = [-0.5, *[0.0] * 5]  # of padding, or of tokens that a sharp policy is sure of
+    path = write_lines(tmp_path / "a.jsonl", [{"rollout_log_probs": logprobs, "old_log_probs": logprobs}] * 3)
+    with pytest.raises(AssertionError, match=r"both log-probs of 15 of 18 tokens are exactly 0.*mask.*frac_zero=1.0"):
+        assert_mismatch_below(path, frac_unequal=0.0)
+    assert_mismatch_below(path, frac_unequal=0.0, frac_zero=1.0)
 
 
 def test_a_frame_is_a_dump(deterministic_run: Path, native_run: Path) -> None:

@@ -125,7 +125,7 @@ def _language(run_dir: Path, recorded: Manifest, rows: pd.DataFrame) -> Describe
     # tokens that were encoded again were not drawn
     draws = NONE if config.mismatch.trainer.retokenize else _draws(run_dir, recorded)
     figures |= {
-        "sampled_score_first": float(rows["score_mean"].iloc[0]),
+        "sampled_score_first": float(own["score_mean"].iloc[0]),
         "sampled_score_last": float(rows["score_mean"].iloc[-1]),
         "reward_first": float(own["reward_mean"].iloc[0]),
         "reward_last": float(own["reward_mean"].iloc[-1]),

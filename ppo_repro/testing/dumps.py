@@ -207,7 +207,7 @@ def _responses_of_tokens(where: str, rows: Iterable[DumpRow], names: Names) -> I
 def _of_whole_response(where: str, tokens: Sequence[DumpRow], names: Names) -> DumpRow:
     """Return the prompt and its mask, which every token has. Raises UserError if two tokens have different ones."""
     found = {}
-    for name in map(str, (names.prompt, names.padding_mask)):
+    for name in filter(None, (names.prompt, names.padding_mask)):
         value = tokens[0].get(name)
         if isinstance(value, list | tuple | np.ndarray):  # else there is none, or one for each token
             if any(not np.array_equal(value, row.get(name, ())) for row in tokens):
@@ -442,7 +442,8 @@ def _tensor_rows(path: Path, names: Names | str | None) -> Generator[DumpRow, No
             raise _no_column(path, used.sampler, part)
         count = len(columns[used.sampler])
         spelled = (next((name for name in names if name in columns), "") for names in EXTRA.values())
-        for name in sorted({str(getattr(used, f.name)) for f in fields(Names)}.union(spelled) & columns.keys()):
+        named = {name for f in fields(Names) if isinstance(name := getattr(used, f.name), str)}
+        for name in sorted({*named, *spelled, *used.ahead} & columns.keys()):
             if len(columns[name]) != count:
                 raise UserError(
                     f"{path}: {name} has {len(columns[name])} rows, {used.sampler} has {count}; all must have as many"

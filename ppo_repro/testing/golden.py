@@ -58,7 +58,7 @@ def _changed(golden: Golden, now: Golden) -> str:
     if len(golden.tables) != len(now.tables):
         return f"number of iterations: {len(now.tables)}, golden {len(golden.tables)}"
     old, new = golden.side_tables or {}, now.side_tables or {}
-    for path in old.keys() & new.keys():  # `records.level` says which of them a run has, and is no result
+    for path in sorted(old.keys() & new.keys()):  # `records.level` says which of them a run has, and is no result
         if old[path] != new[path]:
             return f"{path}: digest {new[path]}, golden {old[path]}"
     if golden.fingerprint != now.fingerprint:
@@ -68,6 +68,8 @@ def _changed(golden: Golden, now: Golden) -> str:
 
 def assert_matches_golden(run: Path | str, golden_path: Path | str) -> None:
     """Assert that a run has the digests of a golden run, in every table and in its final results.
+
+    A digest is of the columns that are results; `ppo-repro diff` compares the others too.
 
     A golden file of an earlier version has no digests of side tables, which are then not compared.
     If there is no golden file, it is written, and the assertion fails once. Raises AssertionError, which names the

@@ -112,7 +112,7 @@ def _extremes(rollout: DrawnResponses) -> Iterator[tuple[str, DrawnResponses]]:
 def _difference(found: _Step, expected: _Step, rollout: DrawnResponses, dtype: torch.dtype = torch.float64) -> str:
     """Describe the differences beyond the tolerance of a dtype, relative to the value or largest gradient; "" if none.
 
-    In the trial before a run (`user/trial.py`) every bit counts, and a result has no value of a whole step.
+    The trial before a run (`user/trial.py`) compares by a rule of its own: every bit counts there.
     """
     a, b, tolerance = found.gradients, expected.gradients, TOLERANCES.get(dtype, 0.1)
     apart = (a - b).abs() / (float(b.abs().max()) or 1.0)

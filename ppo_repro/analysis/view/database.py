@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,6 +18,7 @@ from typing import Any
 import duckdb
 import pandas as pd
 
+from ppo_repro.analysis.recorded_flags import flags_with
 from ppo_repro.records import manifest
 
 TIMEOUT_SECONDS = 10.0
@@ -29,7 +30,7 @@ from {sequences} as s
 left join (select iteration, sequence, avg(advantages) as advantage,
                   max(abs(old_logprobs::double - rollout_logprobs::double)) as mismatch
            from {tokens} group by iteration, sequence) as t using (iteration, sequence)
-left join (select iteration, sequence, count(*) filter (where starts_with(clip_flag, 'clip_')) as clipped
+left join (select iteration, sequence, count(*) filter (where clip_flag in ({removed})) as clipped
            from {updates} group by iteration, sequence) as u using (iteration, sequence)"""
 CREATE = """create table responses (
     run integer, iteration integer, sequence integer, prompt_key varchar, sample_index integer, prompt varchar,
@@ -61,13 +62,18 @@ def pattern(path: Path) -> str:
     return re.sub(r"([*?\[])", r"[\1]", str(path))
 
 
+def responses_in(tables: Mapping[str, str]) -> str:
+    """Return the SQL that reads the responses from the SQL of the tables sequences, tokens and updates."""
+    return RESPONSES.format(**tables, removed=", ".join(map(literal, flags_with("removed"))))
+
+
 def responses_of(run_dir: Path, iterations: Sequence[int]) -> str:
     """Return the SQL that reads the responses of the given iterations."""
-    files = {
+    tables = {
         name: source([pattern(manifest.table_path(run_dir, name, iteration)) for iteration in iterations])
         for name in ("sequences", "tokens", "updates")
     }
-    return RESPONSES.format(**files)
+    return responses_in(tables)
 
 
 class Responses:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ppo_repro.analysis.view.database import RESPONSES, literal, pattern, source
+from ppo_repro.analysis.view.database import literal, pattern, responses_in, source
 from ppo_repro.analysis.view.index import Run
 from ppo_repro.base.errors import UserError
 from ppo_repro.records import manifest
@@ -134,7 +134,7 @@ def snippet(query: Query, runs: Sequence[Run]) -> str:
         raise UserError("there is no run now, so there is nothing to find")
     parts = []
     for run in chosen:
-        table = RESPONSES.format(**{name: source(_files(run, name)) for name in ("sequences", "tokens", "updates")})
+        table = responses_in({name: source(_files(run, name)) for name in ("sequences", "tokens", "updates")})
         parts.append(f"select {literal(run.name)} as run, * from (\n{table}\n) where iteration < {run.read}")
     values = list(query.values if query.run is None else query.values[:-1])  # the run is the last condition
     where = query.where.replace("run = ?", "true")

@@ -48,8 +48,9 @@ def _drawn(found: Audit) -> list[str]:
         return [f"draws: right: {found.draws.sentence()}"]
     lines = [f"draws: {found.draws.sentence()}"] if found.draws.is_wrong else []
     lines += [f"draws: explained by {found.drawn_by}"] if found.drawn_by else []
-    lines.append("draws: report log-probs of the distribution that is sampled from, or sample without the cut")
-    return lines
+    has_cut = not found.drawn_by or any(cut in found.drawn_by for cut in ("top-", "min-p"))
+    without = ", or sample without the cut" if has_cut else ""
+    return [*lines, f"draws: report log-probs of the distribution that is sampled from{without}"]
 
 
 def as_fields(found: Audit, skipped: int = 0) -> dict[str, Any]:
@@ -108,7 +109,7 @@ def _draw_fields(found: Audit) -> dict[str, Any]:
         "mean": draws.mean if draws.tokens else None,
         "error": draws.error if draws.tokens else None,
         "tail_probability": min(draws.tail_probabilities),
-        "are_right": found.are_drawn,
+        "are_right": found.are_drawn if draws.tokens or draws.impossible else None,
         "explained_by": found.drawn_by,
     }
 

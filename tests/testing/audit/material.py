@@ -328,6 +328,10 @@ FAULTS: dict[str, tuple[Fault, str]] = {
     "floor": (of_tokens(lambda v: v.clamp(min=-2.0)), "cut off below -2"),
     "reversed": (of_tokens(lambda v: v.flip(0)), "in the opposite order"),
     "sorted": (of_tokens(lambda v: v.sort().values), "the right numbers in another order within the response"),
+    "sorted, stored in bfloat16": (
+        of_tokens(lambda v: as_bfloat16(v.sort().values)),
+        "the right numbers in another order within the response",
+    ),
     "rows exchanged": (
         lambda m: [m.logprobs()[{1: 7, 7: 1}.get(i, i)] for i in range(len(m.responses))],
         "the log-probs of other responses",

@@ -174,6 +174,7 @@ def test_draws_that_the_log_probs_do_not_describe_are_found_and_explained(
     right, wrong = "both sides are right", "the log-probs of both sides are right, but tokens were not drawn from them"
     assert lines(found)[-1] == f"verdict: {wrong if cause else right}"
     assert found.drawn_by.startswith(cause), found.drawn_by
+    assert ("or sample without the cut" in " ".join(lines(found))) == cause.startswith(("top", "min"))
     if cause.startswith(("top", "min")):  # both sides know the cut
         assert isinstance(sampler, StackSampling)
         told = audit(

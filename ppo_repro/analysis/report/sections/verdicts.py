@@ -54,10 +54,11 @@ def _changes_of_scores(facts: Facts, config: RunConfig, iterations: pd.DataFrame
     measured = [("eval_accuracy", "Held-out accuracy")] if facts.is_judged else []
     if not measured or any(term.kind != "exact_match" for term in config.reward.terms):
         measured.insert(0, ("eval_score", "Held-out score"))
-    first, last = (float(iterations["score_mean"].iloc[i]) for i in (0, -1))
+    own = facts.without_copied(iterations)  # the origin of a fork may have other rewards
+    first, last = (float(own["score_mean"].iloc[i]) for i in (0, -1))
     kl = number(float(iterations["ref_kl_per_sequence"].iloc[-1]), 3)
     how = f"greedy, {number(config.task.num_eval_prompts)} prompts"
-    rewards = [float(facts.without_copied(iterations)["reward_mean"].iloc[i]) for i in (0, -1)]
+    rewards = [float(own["reward_mean"].iloc[i]) for i in (0, -1)]
     has_penalty = isinstance(config.kl, KLInReward) and config.kl.kl_coef > 0
     rewarded = f"; their mean reward, the score minus the KL penalty, {change(*rewards)}" if has_penalty else ""
     return [

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ppo_repro.testing.advice import ADVICE
 from ppo_repro.testing.audit import limits
-from ppo_repro.testing.audit.measure import explains, rms
+from ppo_repro.testing.audit.measure import errors, explains, rms
 from ppo_repro.testing.audit.search.combination import Combination
 from ppo_repro.testing.audit.search.hypothesis import Hypothesis, Pattern
 from ppo_repro.testing.audit.search.trial import Candidate, WrongSide
@@ -22,15 +22,15 @@ def of_other_orders(side: WrongSide) -> Iterator[Hypothesis]:
 
     def fits(i: int, left: Tensor) -> bool:
         # if only few tokens are wrong, the numbers are in the right order
-        return explains(left, rms(recorded[i] - right[i]), side.tolerance)
+        return explains(left, rms(errors(recorded[i], right[i], side.stored)), side.tolerance)
 
     def of_other_response(i: int) -> Tensor | None:
         size = len(recorded[i])
-        others = (recorded[i] - x for j, x in enumerate(right) if j != i and size == len(x) > 1)
+        others = (errors(recorded[i], x, side.stored) for j, x in enumerate(right) if j != i and size == len(x) > 1)
         return next((left for left in others if fits(i, left)), None)
 
     def of_other_tokens(i: int) -> Tensor | None:
-        left = recorded[i].sort().values - right[i].sort().values
+        left = errors(recorded[i].sort().values, right[i].sort().values, side.stored)
         return left if len(left) > 2 and fits(i, left) else None
 
     orders: tuple[tuple[Pattern, str, Callable[[int], Tensor | None]], ...] = (

@@ -126,6 +126,8 @@ def assert_mismatch_below(
     for name, limit in limits.items():
         if not limit >= 0:
             raise UserError(f"assert_mismatch_below: {name} = {limit!r}: must be 0 or more")
+    if not 0 <= frac_zero <= 1:  # NaN would allow everything
+        raise UserError(f"assert_mismatch_below: frac_zero = {frac_zero!r}: must be from 0 to 1")
     limits["nonfinite"] = nonfinite
     where = "the frame" if isinstance(run_or_file, pd.DataFrame) else run_or_file
     pairs = pairs_of(run_or_file, names)

@@ -70,6 +70,8 @@ def test_padding_is_refused_and_a_sharp_policy_may_be_allowed(tmp_path: Path) ->
     with pytest.raises(AssertionError, match=r"both log-probs of 15 of 18 tokens are exactly 0.*mask.*frac_zero=1.0"):
         assert_mismatch_below(path, frac_unequal=0.0)
     assert_mismatch_below(path, frac_unequal=0.0, frac_zero=1.0)
+    with pytest.raises(UserError, match="frac_zero = nan: must be from 0 to 1"):
+        assert_mismatch_below(path, frac_unequal=0.0, frac_zero=float("nan"))
 
 
 def test_a_frame_is_a_dump(deterministic_run: Path, native_run: Path) -> None:

@@ -75,13 +75,13 @@ def stock_server(model: Path, folder: Path, dtype: str, raw: bool) -> Iterator[s
         server.end(started)
 
 
-def dump(url: str, model: Path, out: Path, options: Sequence[str]) -> None:
+def dump(url: str, model: Path, out: Path, options: Sequence[str], prompts: Sequence[str] = PROMPTS) -> None:
     """What the server and transformers say about the prompts."""
-    with tempfile.NamedTemporaryFile("w", suffix=".txt") as prompts:
-        prompts.write("\n".join(PROMPTS) + "\n")
-        prompts.flush()
+    with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
+        file.write("\n".join(prompts) + "\n")
+        file.flush()
         # torch and transformers are those of the tests
-        command = [sys.executable, str(SCRIPT), str(model), str(out), "--url", url, "--prompts", prompts.name]
+        command = [sys.executable, str(SCRIPT), str(model), str(out), "--url", url, "--prompts", file.name]
         subprocess.run([*command, "--tokens", "12", *options], check=True, stdout=subprocess.DEVNULL)
 
 

@@ -94,9 +94,14 @@ def _escaped(character: str) -> str:
     return character.encode("unicode_escape").decode()
 
 
-def shown(text: str) -> str:
+def shown(text: str, longest: int = _SHOWN) -> str:
     """Return a user's text for a message: on one line, a long text cut."""
-    return printable(text if len(text) <= _SHOWN else f"{text[:_SHOWN]}... ({len(text)} characters)")
+    return printable(text if len(text) <= longest else f"{text[:longest]}... ({len(text)} characters)")
+
+
+def type_and_message(error: BaseException) -> str:
+    """Return type and message of an error: a message alone may be empty, or only the name of a missing key."""
+    return f"{type(error).__name__}: {shown(str(error), 2 * _SHOWN)}"
 
 
 def size(count: int) -> str:

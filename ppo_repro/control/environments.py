@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from ppo_repro.base import seeding
 from ppo_repro.base.errors import UserError
+from ppo_repro.base.output import type_and_message
 
 try:
     import gymnasium
@@ -163,8 +164,7 @@ class Environments:
         try:
             yield
         except Exception as error:
-            raised = f"{type(error).__name__}: {' '.join(str(error).split())}"
-            raise self._wrong(index, f"{method} raised {raised}") from error
+            raise self._wrong(index, f"{method} raised {type_and_message(error)}") from error
 
     def _require_numbers(self, index: int, what: str, values: Any, shape: tuple[int, ...]) -> None:
         """Raise UserError unless the values have this shape, or one number each, and are finite in float32."""

@@ -25,6 +25,7 @@ from transformers import (
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.files import check_sums, whole_folder, write_sums
 from ppo_repro.base.mode import Mode, Precision
+from ppo_repro.base.output import type_and_message
 from ppo_repro.models.folder_files import ADAPTER
 from ppo_repro.models.load import load_as
 from ppo_repro.models.lora import Lora
@@ -68,7 +69,7 @@ def try_to_save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, wher
                 model.generation_config.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
         except Exception as error:  # whatever the library and the folder's files do
-            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            reason = type_and_message(error)
             raise UserError(
                 f"{where}: could not be saved with the trained weights ({reason}); correct the folder"
             ) from error

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from transformers.utils import logging
 
 from ppo_repro.base.errors import UserError, is_out_of_memory
+from ppo_repro.base.output import type_and_message
 
 
 @contextmanager
@@ -24,8 +25,7 @@ def reading(where: str) -> Iterator[None]:
     except BaseException as error:  # a wrong value can fail anywhere, and Rust's panics are no Exception
         if is_out_of_memory(error):
             raise
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        raise UserError(f"{where}: cannot be loaded ({reason})") from error
+        raise UserError(f"{where}: cannot be loaded ({type_and_message(error)})") from error
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.mode import Precision
-from ppo_repro.base.output import shown
+from ppo_repro.base.output import type_and_message
 from ppo_repro.numerics.description import check_config
 from ppo_repro.numerics.families import NAMES, TRUNKS, trunk_of
 from ppo_repro.numerics.rounding import EXACT, NumberFormats
@@ -78,7 +78,8 @@ def check_parts(model: PreTrainedModel) -> None:
         with torch.device("meta"):
             stock = type(model)(config)
     except Exception as error:  # a wrong value can fail anywhere
-        raise UserError(f"model config: transformers makes no model of it ({shown(str(error))}); mend it") from error
+        reason = type_and_message(error)
+        raise UserError(f"model config: transformers makes no model of it ({reason}); mend it") from error
     modules = dict(stock.named_modules())
     for name, module in model.named_modules():
         if type(module) is not type(modules.get(name)):

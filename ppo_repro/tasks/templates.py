@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ppo_repro.base.errors import UserError
-from ppo_repro.base.output import shown
+from ppo_repro.base.output import shown, type_and_message
 from ppo_repro.base.watcher import Watcher
 from ppo_repro.config.dpo import DPOConfig
 from ppo_repro.config.run import RunConfig
@@ -67,7 +67,8 @@ def rendered(
         }
         json.dumps(about)
     except Exception as error:  # a template may be anything in the tokenizer's files
-        raise UserError(f"{section}chat_template: the tokenizer's template is none ({shown(str(error))})") from error
+        reason = type_and_message(error)
+        raise UserError(f"{section}chat_template: the tokenizer's template is none ({reason})") from error
     if not _template_renderer().process.is_alive:  # an earlier template ended it
         _template_renderer.cache_clear()
     render = replace(_template_renderer(), options=about)

@@ -176,6 +176,12 @@ def in_bfloat16() -> PreTrainedModel:
     return model
 
 
+def without_a_layer_type() -> PreTrainedModel:
+    model = source_model("qwen3")
+    model.config.layer_types = model.config.layer_types[:1]
+    return model
+
+
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
 PARTIAL = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
 
@@ -204,6 +210,7 @@ REFUSED: dict[str, tuple[Callable[[], PreTrainedModel], str]] = {
         made(qwen2_config, layer_types=["full_attention", "chunked_attention"]),
         r"layer_types = .*chunked.*: each must be full_attention or sliding_attention; choose another model",
     ),
+    "layer type": (without_a_layer_type, r"^model config: transformers makes no model of it \(IndexError: list index"),
     "window": (made(qwen2_config, **{**WINDOWED, "sliding_window": None}), r"sliding_window = None: .* needs a number"),
     "sideways": (made(gemma_config, use_bidirectional_attention=True), r"use_bidirectional_attention = True"),
     "dynamic": (made(llama_config, rope_parameters=DYNAMIC), r"rope_type = 'dynamic'"),

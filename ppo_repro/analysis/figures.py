@@ -196,7 +196,7 @@ def across_figure(cells: pd.DataFrame, share: str, measure: str, axes: Axes | No
 
     Args:
         cells: the frame of `outcomes`.
-        share: `removed` or `outside`, the clipped share on the x axis.
+        share: a field of `ClipShares`, on the x axis.
         axes: where to draw; None makes new axes.
 
     Returns:

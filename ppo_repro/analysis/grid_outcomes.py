@@ -22,44 +22,50 @@ from ppo_repro.records.grid import CELLS, axes_of, read_grid_table
 from ppo_repro.statistics.kl import k3
 
 LAST = FIRST = 5  # iterations
+AT_THE_END = slice(-LAST, None)
+ACCURACY = "eval_accuracy"
 TOKENS = ("old_logprobs", "rollout_logprobs", "advantages")
 
 
 @dataclass(frozen=True)
 class Measure:
-    """A number of a run that compares settings: a column of `outcomes`."""
+    """A number of a run that compares settings: a column of `outcomes`.
+
+    `name` is the name of the recorded column. A measure that no table has is a row of README.md's names of columns.
+    """
 
     name: str
     form: str  # format of a value
     meaning: str
-    recorded: str = ""  # the column or final result that it is from; "" for a measure that is computed from tokens
+    averaged: slice | None = None  # rows of the table `iterations` whose mean it is; None for other measures
 
 
 MEASURES = {
     measure.name: measure
     for measure in (
-        Measure("accuracy", "{:.3f}", "greedy accuracy on held-out prompts after training", "eval_accuracy"),
-        Measure("score", "{:.3f}", f"mean score of the sampled responses, last {LAST} iterations", "score_mean"),
-        Measure("KL", "{:.2f}", f"KL(policy || reference), exact, seq_mean_token_sum, nats, last {LAST} iterations",
-            "ref_kl_per_sequence"),
-        Measure("entropy", "{:.2f}", f"entropy of the policy, token mean, nats, last {LAST} iterations", "entropy"),
-        Measure("explained", "{:.2f}", f"explained variance of the value model, first {FIRST} iterations",
-            "explained_variance"),
+        Measure(ACCURACY, "{:.3f}", "greedy accuracy on held-out prompts after training"),
+        Measure("score_mean", "{:.3f}", f"mean score of the sampled responses, last {LAST} iterations", AT_THE_END),
+        Measure("ref_kl_per_sequence", "{:.2f}",
+            f"KL(policy || reference), exact, seq_mean_token_sum, nats, last {LAST} iterations", AT_THE_END),
+        Measure("entropy", "{:.2f}", f"entropy of the policy, token mean, nats, last {LAST} iterations", AT_THE_END),
+        Measure("explained_variance", "{:.2f}",
+            f"explained variance of the value model, first {FIRST} iterations", slice(FIRST)),
         Measure("k3", "{:.1e}", "KL(rollout || old) by k3, token mean, nats, all iterations"),
         Measure("clip_floor", "{:.2%}",
             "share of response tokens whose gradient the clip would remove before any step, by mismatch alone"),
-        Measure("removed", "{:.1%}",
+        Measure("clip_fraction", "{:.1%}",
             "share of token visits whose policy gradient the clip removed, as TRL, verl and OpenRLHF count"),
-        Measure("outside", "{:.1%}", "share of token visits whose ratio was outside the band, as CleanRL counts"),
+        Measure("outside_fraction", "{:.1%}",
+            "share of token visits whose ratio was outside the band, as CleanRL counts"),
     )
 }  # fmt: skip
 
 
 class ClipShares(NamedTuple):
-    """Shares of token visits: the clip removed the gradient, and the ratio was outside the band."""
+    """Recorded shares of token visits: the clip removed the gradient, and the ratio was outside the band."""
 
-    removed: float
-    outside: float
+    clip_fraction: float
+    outside_fraction: float
 
 
 class CellMismatch(NamedTuple):
@@ -73,11 +79,11 @@ def clip_shares_of_cell(run_dir: Path) -> ClipShares:
     """Return the clipped shares of a run, over the iterations that the run itself computed.
 
     The ratio is the recorded one, so `sequence_clip` counts the tokens of responses outside its band. Both shares are 0
-    if the objective clips nothing, as `cispo`. Your own objective has no known band, so `outside` is NaN; `removed` is
-    NaN if the objective does not say which tokens it cut.
+    if the objective clips nothing, as `cispo`. Your own objective has no known band, so `outside_fraction` is
+    NaN; both are NaN if the objective does not say which tokens it cut.
     """
-    # not by `clipping.over_all_steps`, which refuses an objective that does not clip each token's ratio; the settings
-    # of a grid may have any objective, so these shares count what the run recorded
+    # the settings of a grid may have any objective, so these shares count what the run recorded; `removed` and
+    # `outside` of `clipping` are computed again, by the ratio of each token or by another clip range
     recorded, ppo = reader.open_manifest(run_dir), load_recorded_config(run_dir).ppo
     computed = own_iterations(run_dir, recorded, None)
     columns = ["iteration", "clip_range"]
@@ -114,17 +120,11 @@ def mismatch_of_cell(run_dir: Path) -> CellMismatch:
     return CellMismatch(k3_sum / count, math.nan if rule is None else removed / count)
 
 
-def end_measures(rows: pd.DataFrame) -> dict[str, float]:
-    """Return score, KL and entropy of MEASURES from a run's table of iterations."""
-    return {name: float(rows[MEASURES[name].recorded].tail(LAST).mean()) for name in ("score", "KL", "entropy")}
-
-
 def measures_of(run_dir: Path) -> dict[str, float]:
-    """Return MEASURES of a run except accuracy, which is in the grid's table; `explained` may be NaN."""
-    rows = reader.read_iterations(run_dir)
+    """Return MEASURES of a run except `eval_accuracy`, which is in the grid's table."""
+    rows, measures = reader.read_iterations(run_dir), MEASURES.values()
     return {
-        **end_measures(rows),
-        "explained": float(rows[MEASURES["explained"].recorded].head(FIRST).mean()),
+        **{m.name: float(rows[m.name].iloc[m.averaged].mean()) for m in measures if m.averaged is not None},
         **mismatch_of_cell(run_dir)._asdict(),
         **clip_shares_of_cell(run_dir)._asdict(),
     }
@@ -159,8 +159,8 @@ def outcomes(grid: Path) -> pd.DataFrame:
 
     Raises UserError if the grid has no table or no complete cell.
     """
-    accuracy = f"final.{MEASURES['accuracy'].recorded}"
+    accuracy = f"final.{ACCURACY}"
     cells = complete_cells(grid, (accuracy,))
     measures = pd.DataFrame([measures_of(grid / str(run_dir)) for run_dir in cells["run_dir"]])
-    measures.insert(0, "accuracy", cells[accuracy])
+    measures.insert(0, ACCURACY, cells[accuracy])
     return pd.concat([cells[["point", *axes_of(cells), "seed", "fingerprint"]], measures], axis=1)

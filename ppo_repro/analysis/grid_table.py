@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 from scipy.stats import spearmanr
 
-from ppo_repro.analysis.grid_outcomes import MEASURES
+from ppo_repro.analysis.grid_outcomes import MEASURES, ClipShares
 from ppo_repro.analysis.significance import Estimate, holm, one_sample, t_interval, t_test
 from ppo_repro.base.errors import UserError
 from ppo_repro.records.grid import axes_of
@@ -123,9 +123,9 @@ def _spearman(pairs: Floats) -> float:
 
 def rank_correlations(cells: pd.DataFrame, measure: str) -> dict[str, RankCorrelation]:
     """Return `rank_correlation` of each clipped share that has one with the measure; {} for fewer than 3 settings."""
-    if cells["point"].nunique() < 3 or not cells["outside"].any():
+    if cells["point"].nunique() < 3 or not cells["outside_fraction"].any():
         return {}
-    ranks = {share: rank_correlation(cells, share, measure) for share in ("removed", "outside")}
+    ranks = {share: rank_correlation(cells, share, measure) for share in ClipShares._fields}
     return {share: rank for share, rank in ranks.items() if not math.isnan(rank.value)}
 
 

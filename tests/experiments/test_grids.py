@@ -27,7 +27,7 @@ def grid_of(values: dict[str, list[float]], **others: dict[str, list[float]]) ->
     made = []
     for point, numbers in values.items():
         for seed, value in enumerate(numbers, start=1):
-            row = {**dict.fromkeys(MEASURES, 0.0), "accuracy": value}
+            row = {**dict.fromkeys(MEASURES, 0.0), "eval_accuracy": value}
             row |= {name: of[point][seed - 1] for name, of in others.items()}
             made.append({"point": point, "axis.a.b": point, "seed": seed, "fingerprint": f"{point}{seed}", **row})
     return pd.DataFrame(made)
@@ -35,7 +35,7 @@ def grid_of(values: dict[str, list[float]], **others: dict[str, list[float]]) ->
 
 def test_comparisons_are_paired_by_seed_and_corrected() -> None:
     found = grid_of({"x": [0.0, 10.0, 20.0], "y": [1.0, 12.0, 23.0], "z": [20.0, 10.0, 0.0]})
-    table = comparisons(found.sample(frac=1, random_state=0), "accuracy", "x").set_index("point")
+    table = comparisons(found.sample(frac=1, random_state=0), "eval_accuracy", "x").set_index("point")
     # y - x is 1, 2, 3: mean 2, standard error 1 / sqrt 3, t = 3.4641 with 2 degrees of freedom: p = 0.0742
     assert table.loc["y", "difference"] == pytest.approx(2.0)
     assert (table.loc["y", "ci_lo"], table.loc["y", "ci_hi"]) == pytest.approx((2 - 2.4841, 2 + 2.4841), abs=1e-4)
@@ -44,19 +44,19 @@ def test_comparisons_are_paired_by_seed_and_corrected() -> None:
     assert table.loc["z", "p_value"] == pytest.approx(1.0)
     assert table.loc["y", "p_holm"] == pytest.approx(0.1483, abs=1e-4)
     with pytest.raises(UserError, match=r"^--against q: .* x; y; z$"):
-        comparisons(found, "accuracy", "q")
+        comparisons(found, "eval_accuracy", "q")
     for ask in (
-        lambda cells: comparisons(cells, "accuracy", "x"),
-        lambda cells: across_figure(cells, "removed", "accuracy"),
+        lambda cells: comparisons(cells, "eval_accuracy", "x"),
+        lambda cells: across_figure(cells, "clip_fraction", "eval_accuracy"),
     ):
         with pytest.raises(UserError, match=r"^y and x have different seeds"):
             ask(found.drop(index=3))
 
 
 def test_one_seed_has_a_difference_without_interval_and_one_setting_has_none() -> None:
-    assert "| y | +0.500 |  |  |" in answer(grid_of({"x": [0.5], "y": [1.0]}), "accuracy", "x")[1]
+    assert "| y | +0.500 |  |  |" in answer(grid_of({"x": [0.5], "y": [1.0]}), "eval_accuracy", "x")[1]
     with pytest.raises(UserError, match="one setting"):
-        differences_figure(grid_of({"x": [0.5, 1.0]}), "accuracy")
+        differences_figure(grid_of({"x": [0.5, 1.0]}), "eval_accuracy")
 
 
 def test_a_measure_has_the_digits_of_its_size() -> None:
@@ -69,24 +69,24 @@ def test_a_measure_has_the_digits_of_its_size() -> None:
 
 def test_the_rank_correlation_is_of_the_settings_and_its_interval_of_the_seeds() -> None:
     accuracy = {"x": [0.1, 0.3], "y": [0.2, 0.2], "z": [0.9, 0.7]}
-    found = grid_of(accuracy, outside={"x": [0.5, 0.5], "y": [0.2, 0.2], "z": [0.1, 0.1]})
+    found = grid_of(accuracy, outside_fraction={"x": [0.5, 0.5], "y": [0.2, 0.2], "z": [0.1, 0.1]})
     # means 0.2, 0.2, 0.8 have ranks 1.5, 1.5, 3, the shares 3, 2, 1: Spearman's correlation is -sqrt(3) / 2
-    rank = rank_correlation(found, "outside", "accuracy")
+    rank = rank_correlation(found, "outside_fraction", "eval_accuracy")
     assert rank.value == pytest.approx(-math.sqrt(3) / 2)
     # one seed alone: ranks 1, 2, 3 give -1; the other alone: 2, 1, 3 give -0.5
     assert (rank.low, rank.high) == (pytest.approx(-1.0), pytest.approx(-0.5))
-    assert math.isnan(rank_correlation(found, "removed", "accuracy").value)
+    assert math.isnan(rank_correlation(found, "clip_fraction", "eval_accuracy").value)
     # seed 1 of x, y, z and seed 2 of z, y, x
-    assert rank_correlation(found.iloc[[0, 2, 4, 5, 3, 1]], "outside", "accuracy") == rank
+    assert rank_correlation(found.iloc[[0, 2, 4, 5, 3, 1]], "outside_fraction", "eval_accuracy") == rank
 
 
 @pytest.mark.parametrize("share", [0.5, math.nan])
 def test_a_share_that_a_setting_lacks_has_no_text(share: float) -> None:
     outside = {"x": [0.25], "y": [0.125], "z": [share]}
-    _, said = answer(grid_of({"x": [0.1], "y": [0.2], "z": [0.9]}, outside=outside), "accuracy", "x")
+    _, said = answer(grid_of({"x": [0.1], "y": [0.2], "z": [0.9]}, outside_fraction=outside), "eval_accuracy", "x")
     assert "nan" not in said
-    assert "share removed" not in said  # 0 everywhere
-    assert ("rank correlation of share outside" in said) == ("| 50.0% | 1 |" in said) == (share == 0.5)
+    assert "clip_fraction and" not in said  # 0 everywhere
+    assert ("rank correlation of outside_fraction" in said) == ("| 50.0% | 1 |" in said) == (share == 0.5)
 
 
 @pytest.fixture
@@ -115,10 +115,10 @@ def test_the_measures_are_those_of_the_records(grid: Path, deterministic_run: Pa
         made = measures_of(run_dir)
         # training counts clipped tokens of each step in float32
         by_training = (steps["clip_fraction"] * steps["tokens"]).sum() / steps["tokens"].sum()
-        assert made["removed"] == pytest.approx(by_training, rel=1e-5, abs=1e-9)
-        assert made["removed"] > 0
+        assert made["clip_fraction"] == pytest.approx(by_training, rel=1e-5, abs=1e-9)
+        assert made["clip_fraction"] > 0
         assert made["clip_floor"] == 0.0, "mismatch below 1e-4 nats puts no ratio beyond 0.2 before a step"
-        assert made["score"] == pytest.approx(iterations["score_mean"].tail(5).mean())
+        assert made["score_mean"] == pytest.approx(iterations["score_mean"].tail(5).mean())
 
 
 GROUPS = (
@@ -160,11 +160,11 @@ def test_a_sequence_clip_has_a_band_of_the_response(tmp_path: Path) -> None:
 def test_the_commands(grid: Path, tmp_path: Path, cli: Cli) -> None:
     code, out, err = cli("analyse", "table", grid)
     assert (code, err) == (0, f"warning: {grid}: without f (failed)\n")
-    assert out.startswith("| mode | seeds | accuracy, mean ± half")
+    assert out.startswith("| mode | seeds | eval_accuracy, mean ± half")
     table = cli.json("analyse", "table", grid)
     assert [cell["seed"] for cell in table["cells"]] == [7, 7]
     (difference,) = table["differences"]
-    assert difference["difference"] == table["cells"][1]["accuracy"] - table["cells"][0]["accuracy"]
+    assert difference["difference"] == table["cells"][1]["eval_accuracy"] - table["cells"][0]["eval_accuracy"]
     assert table["rank_correlations"] == {}
     for kind, folder in (("settings", grid), ("across", grid), ("differences", grid)):
         for _ in range(2):  # over nothing, and over an earlier figure
@@ -191,7 +191,7 @@ def test_a_measure_that_a_setting_lacks_is_not_finite(deterministic_run: Path, t
     )  # fmt: skip
     for cells in (table, table[1:]):  # one setting has the measure, and none
         cells.to_parquet(tmp_path / "cells.parquet")
-        for measure in ("explained", "clip_floor"):
+        for measure in ("explained_variance", "clip_floor"):
             said = cli.done("analyse", "table", tmp_path, "--measure", measure)
             assert "\n| lacks | 1 | not finite |" in said
             assert "\n| lacks too | not finite |  |  |" in said
@@ -203,7 +203,7 @@ def test_a_measure_that_a_setting_lacks_is_not_finite(deterministic_run: Path, t
 
 def test_seeds_that_are_not_finite_are_counted_and_no_difference_is_made_up() -> None:
     found = grid_of({"x": [0.0, 1.0, 2.0], "y": [1.0, math.nan, 3.0], "z": [1.0, 3.0, 3.0]})
-    _, said = answer(found, "accuracy", "x")
+    _, said = answer(found, "eval_accuracy", "x")
     assert "| y | 3 | 2.000 ± 12.706 (1 not finite) |" in said
     assert "| y | not finite |  |  |" in said
     assert "| z | +1.333 [" in said

@@ -62,19 +62,6 @@ def test_intervals_over_seeds_by_hand() -> None:
     assert lost.iloc[0].tolist() == few.iloc[0].tolist(), "seeds without a value do not count"
 
 
-@pytest.mark.parametrize(
-    ("reward", "possible"),
-    [
-        ("{}", (0.0, 1.0)),
-        ("{missing_eos_penalty: 0.5}", (-0.5, 1.0)),
-        ("{terms: [{kind: exact_match, weight: 2}, {kind: length, target: 3}]}", (-math.inf, math.inf)),
-        ("{terms: [{kind: exact_match}, {kind: format, weight: -1}]}", (-2.0, 1.0)),
-    ],
-)
-def test_the_possible_range_of_scores(reward: str, possible: tuple[float, float]) -> None:
-    assert metrics.score_range(small_config(f"reward={reward}")) == possible
-
-
 def test_a_setting_has_one_colour_on_every_panel_also_where_another_has_no_curve() -> None:
     both = pd.DataFrame({"iteration": [0, 1] * 2, "metric": ["score_mean"] * 2 + ["entropy"] * 2, "value": 0.5})
     both[["low", "high"]] = math.nan

@@ -6,8 +6,6 @@ import math
 from dataclasses import KW_ONLY, dataclass
 from typing import Literal
 
-from ppo_repro.config.run import RunConfig
-
 Range = tuple[float, float]
 ANY: Range = (-math.inf, math.inf)
 SHARE: Range = (0.0, 1.0)
@@ -215,15 +213,3 @@ CONTENT = {
         figures_by_step=DPO_STEPS,
     ),
 }
-LARGEST = {"exact_match": 1.0, "steps": 1.0, "format": 2.0}  # score of a reward term whose smallest score is 0
-
-
-def score_range(config: RunConfig) -> Range:
-    """Return the smallest and largest score that the reward terms can give; infinite if a term has no limit."""
-    low, high = -config.reward.missing_eos_penalty, 0.0
-    for term in config.reward.terms:
-        largest = LARGEST.get(term.kind, math.inf)
-        smallest = 0.0 if term.kind in LARGEST else -math.inf
-        ends = sorted((term.weight * smallest, term.weight * largest)) if term.weight else (0.0, 0.0)
-        low, high = low + ends[0], high + ends[1]
-    return low, high

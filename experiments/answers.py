@@ -20,7 +20,7 @@ import pandas as pd
 from ppo_repro.analysis import figures
 from ppo_repro.analysis.csv_text import csv_text
 from ppo_repro.analysis.grid_outcomes import ACCURACY, LAST, complete_cells, mismatch_of_cell
-from ppo_repro.analysis.grid_table import comparisons, markdown
+from ppo_repro.analysis.grid_table import comparisons, markdown, mean_text
 from ppo_repro.analysis.significance import detectable, one_sample, t_interval, tost, with_interval
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.files import atomic_write, require_ours
@@ -68,7 +68,7 @@ def outcome(run_dir: Path) -> dict[str, float]:
         ACCURACY: float(accuracy.iloc[-1]),
         "start": float(accuracy.iloc[0]),
         "mean_accuracy": float(accuracy.iloc[1:].mean()),
-        **{name: float(last[name].mean()) for name in AT_THE_END},
+        **{name: float(last[name].mean(skipna=False)) for name in AT_THE_END},
         "tokens": float(rows["tokens"].sum()),
         "k3": mismatch_of_cell(run_dir).k3,
     }
@@ -123,7 +123,7 @@ def settings_table(
             row[f"minus {against}"] = with_interval("{:+.3f}", other["difference"], other["ci_lo"], other["ci_hi"])
             row["p, Holm"] = f"{other['p_holm']:.3f}"
         for shown, (name, form) in columns.items():
-            row[shown] = interval(cells[name]) if form is None else form.format(cells[name].mean())
+            row[shown] = interval(cells[name]) if form is None else mean_text(cells[name], form)
         rows.append(row)
     return pd.DataFrame(rows)
 

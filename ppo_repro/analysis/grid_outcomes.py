@@ -120,11 +120,16 @@ def mismatch_of_cell(run_dir: Path) -> CellMismatch:
     return CellMismatch(k3_sum / count, math.nan if rule is None else removed / count)
 
 
+def averaged_measures(rows: pd.DataFrame) -> dict[str, float]:
+    """Return the MEASURES that are means over a run's table of iterations; NaN if an iteration lacks the number."""
+    averaged = [(measure.name, measure.averaged) for measure in MEASURES.values() if measure.averaged is not None]
+    return {name: float(rows[name].iloc[which].mean(skipna=False)) for name, which in averaged}
+
+
 def measures_of(run_dir: Path) -> dict[str, float]:
     """Return MEASURES of a run except `eval_accuracy`, which is in the grid's table."""
-    rows, measures = reader.read_iterations(run_dir), MEASURES.values()
     return {
-        **{m.name: float(rows[m.name].iloc[m.averaged].mean()) for m in measures if m.averaged is not None},
+        **averaged_measures(reader.read_iterations(run_dir)),
         **mismatch_of_cell(run_dir)._asdict(),
         **clip_shares_of_cell(run_dir)._asdict(),
     }

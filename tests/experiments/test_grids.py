@@ -12,9 +12,11 @@ import pytest
 
 from ppo_repro.analysis.clip_flags import token_flags
 from ppo_repro.analysis.clipping import load_iterations, policy_rows
-from ppo_repro.analysis.figures import across_figure, differences_figure
-from ppo_repro.analysis.grid_outcomes import MEASURES, clip_shares_of_cell, measures_of, outcomes
+from ppo_repro.analysis.figures import across_figure, differences_figure, svg
+from ppo_repro.analysis.grid_outcomes import MEASURES, averaged_measures, clip_shares_of_cell, measures_of, outcomes
 from ppo_repro.analysis.grid_table import comparisons, rank_correlation
+from ppo_repro.analysis.report.data.metrics import Quantity
+from ppo_repro.analysis.report.sections.grid_answer import main_effects, spread
 from ppo_repro.base.errors import UserError
 from ppo_repro.commands.analyses.table import answer
 from ppo_repro.records import manifest, reader
@@ -207,3 +209,36 @@ def test_seeds_that_are_not_finite_are_counted_and_no_difference_is_made_up() ->
     assert "| y | 3 | 2.000 ± 12.706 (1 not finite) |" in said
     assert "| y | not finite |  |  |" in said
     assert "| z | +1.333 [" in said
+    _, said = answer(found.assign(eval_accuracy=0.5, entropy=found["eval_accuracy"]), "eval_accuracy", "x")
+    assert "| 2.00 (1 not finite) |" in said, "a measure beside the one that is compared"
+    drawn = svg(across_figure(found, "clip_fraction", "eval_accuracy"))
+    assert "y (1 not finite)" in " ".join(ElementTree.fromstring(drawn).itertext())
+
+
+def test_a_page_counts_seeds_that_are_not_finite() -> None:
+    assert spread(pd.Series([0.5, math.nan, 0.75])) == "0.625 (0.500 to 0.750) (1 not finite)"
+    assert spread(pd.Series([0.5, math.inf])) == "0.500 (1 not finite)"
+    assert spread(pd.Series([math.nan])) == "not finite"
+    assert spread(pd.Series([0.5] * 5 + [math.nan])) == "0.500 (1 not finite)"
+
+
+def test_a_run_without_a_result_leaves_the_effect_of_an_axis_unknown(tmp_path: Path) -> None:
+    rows = [{"axis.a": a, "axis.b": b, "seed": seed} for a in "xy" for b in "pq" for seed in (1, 2)]
+    pd.DataFrame(rows).to_parquet(tmp_path / "cells.parquet")
+    values = [0.5, 0.25, 0.5, 0.75, math.nan, 0.5, 0.75, 1.0]
+    points = [f"{row['axis.a']}, {row['axis.b']}" for row in rows]
+    finals = pd.DataFrame({"point": points, "seed": [row["seed"] for row in rows], "eval_accuracy": values})
+    effects = main_effects(tmp_path, finals, Quantity("eval_accuracy", "accuracy"))
+    assert effects["accuracy"].tolist() == ["not finite", "not finite"]
+    effects = main_effects(tmp_path, finals.fillna(0.75), Quantity("eval_accuracy", "accuracy"))
+    # of seed 1 the means of y and x are 0.75 and 0.5, of seed 2 0.75 and 0.5
+    assert effects["accuracy"].tolist() == ["+0.250", "+0.250"]
+
+
+def test_an_iteration_without_a_number_leaves_a_run_without_the_mean() -> None:
+    names = ("score_mean", "ref_kl_per_sequence", "entropy", "explained_variance")
+    rows = pd.DataFrame({name: [float(i) for i in range(7)] for name in names})
+    whole = dict(zip(names, (4.0, 4.0, 4.0, 2.0), strict=True))
+    assert averaged_measures(rows) == whole, "the last five iterations, of the explained variance the first five"
+    rows.loc[0] = math.nan
+    assert averaged_measures(rows) == pytest.approx(whole | {"explained_variance": math.nan}, nan_ok=True)

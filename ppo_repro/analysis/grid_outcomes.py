@@ -10,15 +10,16 @@ from typing import NamedTuple
 
 import pandas as pd
 
-from ppo_repro.analysis.clip_flags import clip_rule, clipped_at_start, column, is_outside
+from ppo_repro.analysis.clip_flags import clip_rule, clipped_at_start, column, is_outside, token_rule
 from ppo_repro.analysis.pairs import deltas, own_iterations
 from ppo_repro.analysis.recorded_flags import recorded_clipped
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.output import say
-from ppo_repro.config.algorithm import ClipObjective, FunctionObjective
+from ppo_repro.config.algorithm import FunctionObjective
 from ppo_repro.records import reader
 from ppo_repro.records.folder import load_recorded_config
 from ppo_repro.records.grid import CELLS, axes_of, read_grid_table
+from ppo_repro.records.manifest import Manifest
 from ppo_repro.statistics.kl import k3
 
 LAST = FIRST = 5  # iterations
@@ -75,6 +76,13 @@ class CellMismatch(NamedTuple):
     clip_floor: float
 
 
+def _recorded_ranges(run_dir: Path, recorded: Manifest) -> list[tuple[int, float]]:
+    """Return each iteration that the run itself computed, and its column `clip_range`, NaN if that is fixed."""
+    columns, computed = ["iteration", "clip_range"], own_iterations(run_dir, recorded, None)
+    rows = reader.read_iterations(run_dir, iterations=computed, columns=columns, recorded=recorded)
+    return [(int(iteration), float(clip_range)) for iteration, clip_range in rows[columns].itertuples(index=False)]
+
+
 def clip_shares_of_cell(run_dir: Path) -> ClipShares:
     """Return the clipped shares of a run, over the iterations that the run itself computed.
 
@@ -85,18 +93,15 @@ def clip_shares_of_cell(run_dir: Path) -> ClipShares:
     # the settings of a grid may have any objective, so these shares count what the run recorded; `removed` and
     # `outside` of `clipping` are computed again, by the ratio of each token or by another clip range
     recorded, ppo = reader.open_manifest(run_dir), load_recorded_config(run_dir).ppo
-    computed = own_iterations(run_dir, recorded, None)
-    columns = ["iteration", "clip_range"]
-    ranges = reader.read_iterations(run_dir, iterations=computed, columns=columns, recorded=recorded)
     count, removed, outside = 0, 0, math.nan if isinstance(ppo.objective, FunctionObjective) else 0.0
-    for iteration, clip_range in ranges[columns].itertuples(index=False):
+    for iteration, clip_range in _recorded_ranges(run_dir, recorded):
         visits = reader.read_updates(
             run_dir, iterations=[iteration], columns=["clip_flag", "ratios"], recorded=recorded
         ).dropna(subset="clip_flag")
         if (visits["clip_flag"] == "unknown").any():
             return ClipShares(math.nan, math.nan)
         count, removed = count + len(visits), removed + int(recorded_clipped(visits["clip_flag"]).sum())
-        if (rule := clip_rule(ppo, float(clip_range))) is not None:
+        if (rule := clip_rule(ppo, clip_range)) is not None:
             outside += float(is_outside(column(visits, "ratios"), rule.low, rule.high).sum())
     return ClipShares(removed / count, outside / count)
 
@@ -105,19 +110,17 @@ def mismatch_of_cell(run_dir: Path) -> CellMismatch:
     """Return the mismatch of a run, over the response tokens of the iterations that the run itself computed.
 
     One iteration is in memory at a time. clip_floor is 0 with the anchor `old`, whose first ratio is 1, and NaN if the
-    objective has no fixed clip range. Unlike the k3 of METRICS, k3 is infinite or NaN if a log-prob is.
+    objective does not clip each token's ratio. Unlike the k3 of METRICS, k3 is infinite or NaN if a log-prob is.
     """
-    ppo = load_recorded_config(run_dir).ppo
-    rule = clip_rule(ppo, ppo.objective.clip_range) if isinstance(ppo.objective, ClipObjective) else None
-    recorded = reader.open_manifest(run_dir)
+    recorded, ppo = reader.open_manifest(run_dir), load_recorded_config(run_dir).ppo
     count, k3_sum, removed = 0, 0.0, 0.0
-    for iteration in own_iterations(run_dir, recorded, None):
+    for iteration, clip_range in _recorded_ranges(run_dir, recorded):
         tokens = reader.read_tokens(run_dir, iterations=[iteration], columns=TOKENS, recorded=recorded)
         count += len(tokens)
         k3_sum += float(k3(-deltas(tokens)).sum())
-        if rule is not None:
-            removed += float(clipped_at_start(tokens, rule).sum())
-    return CellMismatch(k3_sum / count, math.nan if rule is None else removed / count)
+        rule = token_rule(ppo, clip_range)
+        removed += math.nan if rule is None else float(clipped_at_start(tokens, rule).sum())
+    return CellMismatch(k3_sum / count, removed / count)
 
 
 def averaged_measures(rows: pd.DataFrame) -> dict[str, float]:

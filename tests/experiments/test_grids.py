@@ -11,9 +11,16 @@ import pandas as pd
 import pytest
 
 from ppo_repro.analysis.clip_flags import token_flags
-from ppo_repro.analysis.clipping import load_iterations, policy_rows
+from ppo_repro.analysis.clipping import clip_tables, load_iterations, over_all_steps, policy_rows
 from ppo_repro.analysis.figures import across_figure, differences_figure, svg
-from ppo_repro.analysis.grid_outcomes import MEASURES, averaged_measures, clip_shares_of_cell, measures_of, outcomes
+from ppo_repro.analysis.grid_outcomes import (
+    MEASURES,
+    averaged_measures,
+    clip_shares_of_cell,
+    measures_of,
+    mismatch_of_cell,
+    outcomes,
+)
 from ppo_repro.analysis.grid_table import comparisons, rank_correlation
 from ppo_repro.analysis.report.data.metrics import Quantity
 from ppo_repro.analysis.report.sections.grid_answer import main_effects, spread
@@ -157,6 +164,15 @@ def test_a_sequence_clip_has_a_band_of_the_response(tmp_path: Path) -> None:
     run_dir = tiny_run(tmp_path, *GROUPS, "ppo.objective={kind: sequence_clip, clip_range: 0.1, clip_range_high: 0.2}")
     ratios = reader.read_updates(run_dir)["ratios"].to_numpy(np.float64)
     assert clip_shares_of_cell(run_dir)[1] == ((ratios < 0.9) | (ratios > 1.2)).mean() > 0
+
+
+def test_the_clip_floor_of_an_adaptive_clip_is_by_the_range_of_each_iteration(tmp_path: Path) -> None:
+    options = ("ppo.iterations=3", "ppo.epochs=1", "rollout.mismatch_sigma=0.3")  # an epoch visits each token once
+    run_dir = tiny_run(tmp_path, *options, "ppo.objective={kind: adaptive_clip, target_kl: 1e-6}")
+    assert reader.read_iterations(run_dir)["clip_range"].nunique() > 1
+    floor = over_all_steps(clip_tables(run_dir).by_step)["clip_floor"]
+    assert floor > 0
+    assert mismatch_of_cell(run_dir).clip_floor == pytest.approx(floor)
 
 
 def test_the_commands(grid: Path, tmp_path: Path, cli: Cli) -> None:

@@ -23,7 +23,7 @@ from ppo_repro.analysis.grid_outcomes import (
 )
 from ppo_repro.analysis.grid_table import comparisons, rank_correlation
 from ppo_repro.analysis.report.data.metrics import Quantity
-from ppo_repro.analysis.report.sections.grid_answer import main_effects, spread
+from ppo_repro.analysis.report.sections.grid_answer import answer_cards, main_effects, spread
 from ppo_repro.base.errors import UserError
 from ppo_repro.commands.analyses.table import answer
 from ppo_repro.records import manifest, reader
@@ -236,6 +236,17 @@ def test_a_page_counts_seeds_that_are_not_finite() -> None:
     assert spread(pd.Series([0.5, math.inf])) == "0.500 (1 not finite)"
     assert spread(pd.Series([math.nan])) == "not finite"
     assert spread(pd.Series([0.5] * 5 + [math.nan])) == "0.500 (1 not finite)"
+
+
+def test_the_answer_of_a_grid_says_which_settings_it_cannot_compare(tmp_path: Path) -> None:
+    (tmp_path / "grid.yaml").write_text("question: Which?\nexpectation: None.\n")
+    values = {"x": [0.25, 0.5, 0.75], "y": [0.5, math.nan, 0.75], "z": [0.5, 0.25, 0.75]}
+    finals = pd.DataFrame([(point, i, value) for point, of in values.items() for i, value in enumerate(of)])
+    finals.columns = pd.Index(["point", "seed", "eval_accuracy"])
+    _, answered, compared = answer_cards(tmp_path, finals, Quantity("eval_accuracy", "accuracy"), "", 1.0)
+    assert "0 of 2 settings differ" in answered.verdicts[0].text
+    assert "1 of 2 cannot be compared, because a result is not finite." in answered.verdicts[0].text
+    assert "not finite" in compared.blocks[0]
 
 
 def test_a_run_without_a_result_leaves_the_effect_of_an_axis_unknown(tmp_path: Path) -> None:

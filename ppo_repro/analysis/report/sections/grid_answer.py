@@ -119,6 +119,8 @@ def _answer(
     ]
     test = f"paired t-tests over {count} seeds, Holm's correction, p below 0.05"
     answer = f"{is_clear.sum()} of {len(compared)} settings differ from `{points[0]}` in {result.title} ({test})."
+    if lost := int(compared["difference"].isna().sum()):
+        answer += f" {lost} of {len(compared)} cannot be compared, because a result is not finite."
     detected = _detectable(finals, result.key, points)
     undetected = float(pd.Series(detected)[~is_clear].max())
     if undetected > largest:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 FIGURE = "answer.svg"
 TITLES = {"mean_accuracy": "accuracy, mean over training", ACCURACY: "accuracy at the end", "score_mean": "score"}
 # columns of `iterations`, whose means over the last iterations every study reports
-AT_THE_END = ("score_mean", "ref_kl_per_sequence", "entropy", "response_length_mean")
+AVERAGED = ("score_mean", "ref_kl_per_sequence", "entropy", "response_length_mean")
 MARGIN = 0.05  # of `equality_table`: a smaller difference counts as none
 
 Labels = dict[str, str]
@@ -57,7 +57,7 @@ def outcome(run_dir: Path) -> dict[str, float]:
     """Return the measures of a run that every study reports.
 
     eval_accuracy: share of right greedy responses to held-out prompts after training; start: before training;
-    mean_accuracy: mean over all evaluations but the first. Columns of AT_THE_END: means over the last iterations.
+    mean_accuracy: mean over all evaluations but the first. Columns of AVERAGED: means over the last iterations.
     tokens: number of response tokens. k3: estimate of KL(sampler || trainer), nats per token, all iterations.
     """
     rows = reader.read_iterations(run_dir)
@@ -68,7 +68,7 @@ def outcome(run_dir: Path) -> dict[str, float]:
         ACCURACY: float(accuracy.iloc[-1]),
         "start": float(accuracy.iloc[0]),
         "mean_accuracy": float(accuracy.iloc[1:].mean()),
-        **{name: float(last[name].mean(skipna=False)) for name in AT_THE_END},
+        **{name: float(last[name].mean(skipna=False)) for name in AVERAGED},
         "tokens": float(rows["tokens"].sum()),
         "k3": mismatch_of_cell(run_dir).k3,
     }

@@ -19,8 +19,8 @@ import pandas as pd
 
 from ppo_repro.analysis import figures
 from ppo_repro.analysis.csv_text import csv_text
-from ppo_repro.analysis.grid_outcomes import LAST, complete_cells, end_measures, mismatch_of_cell
-from ppo_repro.analysis.grid_table import comparisons, markdown
+from ppo_repro.analysis.grid_outcomes import ACCURACY, LAST, complete_cells, mismatch_of_cell
+from ppo_repro.analysis.grid_table import comparisons, markdown, mean_text
 from ppo_repro.analysis.significance import detectable, one_sample, t_interval, tost, with_interval
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.files import atomic_write, require_ours
@@ -34,7 +34,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 FIGURE = "answer.svg"
-TITLES = {"mean_accuracy": "accuracy, mean over training", "accuracy": "accuracy at the end", "score": "score"}
+TITLES = {"mean_accuracy": "accuracy, mean over training", ACCURACY: "accuracy at the end", "score_mean": "score"}
+# columns of `iterations`, whose means over the last iterations every study reports
+AVERAGED = ("score_mean", "ref_kl_per_sequence", "entropy", "response_length_mean")
 MARGIN = 0.05  # of `equality_table`: a smaller difference counts as none
 
 Labels = dict[str, str]
@@ -54,20 +56,19 @@ class Twin:
 def outcome(run_dir: Path) -> dict[str, float]:
     """Return the measures of a run that every study reports.
 
-    accuracy: share of right greedy responses to held-out prompts after training; start: before training; mean_accuracy:
-    mean over all evaluations but the first. score, KL (policy to reference, nats per response), entropy (nats per
-    token), length (tokens per response): means over the sampled responses of the last iterations. tokens: number of
-    response tokens. k3: estimate of KL(sampler || trainer), nats per token, all iterations.
+    eval_accuracy: share of right greedy responses to held-out prompts after training; start: before training;
+    mean_accuracy: mean over all evaluations but the first. Columns of AVERAGED: means over the last iterations.
+    tokens: number of response tokens. k3: estimate of KL(sampler || trainer), nats per token, all iterations.
     """
     rows = reader.read_iterations(run_dir)
+    last = rows.tail(LAST)
     held_out = reader.read_evaluations(run_dir, columns=["iteration", "is_correct"])
     accuracy = held_out.groupby("iteration")["is_correct"].mean()
     return {
-        "accuracy": float(accuracy.iloc[-1]),
+        ACCURACY: float(accuracy.iloc[-1]),
         "start": float(accuracy.iloc[0]),
         "mean_accuracy": float(accuracy.iloc[1:].mean()),
-        **end_measures(rows),
-        "length": float(rows["response_length_mean"].tail(LAST).mean()),
+        **{name: float(last[name].mean(skipna=False)) for name in AVERAGED},
         "tokens": float(rows["tokens"].sum()),
         "k3": mismatch_of_cell(run_dir).k3,
     }
@@ -122,7 +123,7 @@ def settings_table(
             row[f"minus {against}"] = with_interval("{:+.3f}", other["difference"], other["ci_lo"], other["ci_hi"])
             row["p, Holm"] = f"{other['p_holm']:.3f}"
         for shown, (name, form) in columns.items():
-            row[shown] = interval(cells[name]) if form is None else form.format(cells[name].mean())
+            row[shown] = interval(cells[name]) if form is None else mean_text(cells[name], form)
         rows.append(row)
     return pd.DataFrame(rows)
 

@@ -14,10 +14,10 @@ if __name__ == "__main__":
         title="accuracy, mean over training",
         against="PPO",
         columns={
-            "at the end": ("accuracy", None),
-            "KL, nats a response": ("KL", "{:.2f}"),
+            "at the end": ("eval_accuracy", None),
+            "KL, nats a response": ("ref_kl_per_sequence", "{:.2f}"),
             "entropy, nats a token": ("entropy", "{:.3f}"),
-            "length, tokens": ("length", "{:.1f}"),
+            "length, tokens": ("response_length_mean", "{:.1f}"),
             "sampled tokens": ("tokens", "{:,.0f}"),
         },
     )

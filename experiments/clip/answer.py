@@ -26,7 +26,7 @@ def measures(run_dir: Path) -> dict[str, float]:
 
 
 def figure(results: pd.DataFrame) -> Axes:
-    return figures.across_figure(results.assign(point=results["setting"]), "removed", MEASURE)
+    return figures.across_figure(results.assign(point=results["setting"]), "clip_fraction", MEASURE)
 
 
 if __name__ == "__main__":
@@ -37,10 +37,10 @@ if __name__ == "__main__":
         title="accuracy, mean over training",
         against="usual",
         columns={
-            "at the end": ("accuracy", None),
-            "KL, nats a response": ("KL", "{:.2f}"),
-            "gradient removed": ("removed", "{:.1%}"),
-            "outside the band": ("outside", "{:.1%}"),
+            "at the end": ("eval_accuracy", None),
+            "KL, nats a response": ("ref_kl_per_sequence", "{:.2f}"),
+            "gradient removed": ("clip_fraction", "{:.1%}"),
+            "outside the band": ("outside_fraction", "{:.1%}"),
         },
         measures=measures,
         figure=figure,

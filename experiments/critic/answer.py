@@ -40,7 +40,7 @@ if __name__ == "__main__":
         title="accuracy, mean over training",
         against="usual",
         columns={
-            "at the end": ("accuracy", None),
+            "at the end": ("eval_accuracy", None),
             "explained variance": ("explained", "{:.2f}"),
             "error, first third": ("error_0", "{:.3f}"),
             "error, second third": ("error_1", "{:.3f}"),

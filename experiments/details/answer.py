@@ -12,8 +12,8 @@ from ppo_repro.records import reader
 
 def measures(run_dir: Path) -> dict[str, float]:
     """Return the outcome, and the explained variance of the last iterations."""
-    explained = reader.read_iterations(run_dir, columns=["explained_variance"]).tail(LAST)
-    return outcome(run_dir) | {"explained": float(explained["explained_variance"].mean())}
+    name = "explained_variance"
+    return outcome(run_dir) | {name: float(reader.read_iterations(run_dir, columns=[name])[name].tail(LAST).mean())}
 
 
 if __name__ == "__main__":
@@ -24,10 +24,10 @@ if __name__ == "__main__":
         title="accuracy, mean over training",
         against="usual",
         columns={
-            "at the end": ("accuracy", None),
-            "KL, nats a response": ("KL", "{:.2f}"),
+            "at the end": ("eval_accuracy", None),
+            "KL, nats a response": ("ref_kl_per_sequence", "{:.2f}"),
             "entropy, nats a token": ("entropy", "{:.3f}"),
-            "explained variance at the end": ("explained", "{:.2f}"),
+            "explained variance at the end": ("explained_variance", "{:.2f}"),
         },
         measures=measures,
     )

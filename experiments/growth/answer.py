@@ -52,7 +52,7 @@ def distances(run_dir: Path, twin: Path) -> dict[str, float]:
         "first_token": first(tokens),
         "first_score": first(scores),
         "large": first([value > LARGE for value in rms]),
-        "accuracy_apart": abs(outcome(run_dir)["accuracy"] - outcome(twin)["accuracy"]),
+        "accuracy_apart": abs(outcome(run_dir)["eval_accuracy"] - outcome(twin)["eval_accuracy"]),
         **{f"rms_{i:02d}": value for i, value in enumerate(rms)},
     }
 

@@ -9,7 +9,7 @@ DUMP = Path(__file__).with_name("tokens.jsonl")  # written by the training run t
 
 def test_log_probs_differ_by_rounding_only() -> None:
     # ten times the values of a good run: mean 8.3e-7, largest 2.9e-6 nats
-    assert_mismatch_below(DUMP, mean_abs=1e-5, max_abs=3e-5)
+    assert_mismatch_below(DUMP, abs_mean=1e-5, abs_max=3e-5)
 
 
 def test_the_policies_are_one() -> None:

@@ -12,7 +12,7 @@ USUAL, DOUBLED = "usual", "doubled learning rate"
 
 def tables(results: pd.DataFrame) -> list[pd.DataFrame]:
     columns: Columns = {
-        "at the end": ("accuracy", None),
+        "at the end": ("eval_accuracy", None),
         "k3, nats a token": ("k3", "{:.1e}"),
     }
     doubled = results["sampler"].str.startswith(DOUBLED)

@@ -27,7 +27,7 @@ def measures(run_dir: Path) -> dict[str, float]:
     held_out = reader.read_evaluations(run_dir, columns=["iteration", "is_correct"])
     accuracy = held_out.groupby("iteration")["is_correct"].mean()
     found = outcome(run_dir)
-    found["change"] = found["accuracy"] - found["start"]
+    found["change"] = found["eval_accuracy"] - found["start"]
     found["score_gain"] = float(rows["score_mean"].tail(LAST).mean() - rows["score_mean"].head(LAST).mean())
     found["best"], found["best_at"] = float(accuracy.max()), float(accuracy.idxmax())
     for iteration, value in accuracy.items():  # the last evaluation comes after the last rollout
@@ -58,9 +58,9 @@ if __name__ == "__main__":
             "learned score, gain": ("score_gain", None),
             "best accuracy": ("best", "{:.3f}"),
             "at iteration": ("best_at", "{:.0f}"),
-            "KL at the end, nats a response": ("KL", "{:.2f}"),
+            "KL at the end, nats a response": ("ref_kl_per_sequence", "{:.2f}"),
             "entropy, nats a token": ("entropy", "{:.3f}"),
-            "length, tokens": ("length", "{:.2f}"),
+            "length, tokens": ("response_length_mean", "{:.2f}"),
         },
         measures=measures,
         figure=figure,

@@ -44,12 +44,12 @@ if __name__ == "__main__":
     settings_study(
         __file__,
         axis="sampler",
-        measure="accuracy",
+        measure="eval_accuracy",
         title="accuracy at the end",
         against="deterministic",
         columns={
             "before": ("start", "{:.3f}"),
-            "KL, nats a response": ("KL", "{:.2f}"),
+            "KL, nats a response": ("ref_kl_per_sequence", "{:.2f}"),
             "entropy, nats a token": ("entropy", "{:.2f}"),
             "k3, nats a token": ("k3", "{:.1e}"),
             "unequal log-probs": ("unequal", "{:.1%}"),

@@ -18,14 +18,17 @@ from ppo_repro.records import reader
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-MEASURE, USUAL = "KL", "characters, per response"
+MEASURE, USUAL = "ref_kl_per_sequence", "characters, per response"
 
 
 def measures(run_dir: Path) -> dict[str, float]:
     """Return the outcome, KL per token, and the share of the last iteration's responses that encode to other ids."""
     found, last = outcome(run_dir), len(reader.read_iterations(run_dir)) - 1
     drift = drift_by_iteration(run_dir, recorded_tokenizer(run_dir), iterations=[last])
-    return found | {"KL_token": found["KL"] / found["length"], "drift": float(drift["frac_drifted"].iloc[0])}
+    return found | {
+        "KL_token": found[MEASURE] / found["response_length_mean"],
+        "drift": float(drift["frac_drifted"].iloc[0]),
+    }
 
 
 def settings(results: pd.DataFrame) -> pd.DataFrame:
@@ -36,8 +39,8 @@ def settings(results: pd.DataFrame) -> pd.DataFrame:
 def tables(results: pd.DataFrame) -> list[pd.DataFrame]:
     columns: Columns = {
         "KL, nats a token": ("KL_token", "{:.3f}"),
-        "length, tokens": ("length", "{:.1f}"),
-        "accuracy": ("accuracy", None),
+        "length, tokens": ("response_length_mean", "{:.1f}"),
+        "accuracy": ("eval_accuracy", None),
         "responses with other ids": ("drift", "{:.1%}"),
     }
     return [settings_table(settings(results), "setting", MEASURE, "KL, nats a response", USUAL, columns)]

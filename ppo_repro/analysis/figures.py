@@ -29,7 +29,7 @@ from matplotlib.figure import Figure
 from ppo_repro.analysis.grid_outcomes import MEASURES
 from ppo_repro.analysis.grid_table import comparisons, rank_correlation
 from ppo_repro.analysis.pairs import deltas, own_iterations
-from ppo_repro.analysis.significance import one_sample, t_interval
+from ppo_repro.analysis.significance import finite_of, one_sample, t_interval
 from ppo_repro.base.errors import UserError
 from ppo_repro.config.run import RunConfig
 from ppo_repro.records import reader
@@ -155,9 +155,8 @@ def settings_figure(cells: pd.DataFrame, measure: str, axes: Axes | None = None)
     axes = axes or new_axes(8.0, 0.8 + 0.3 * len(groups))[0]
     names = []
     for row, (point, group) in enumerate(groups):
-        values = group[measure].to_numpy(np.float64)
-        finite = values[np.isfinite(values)]
-        names.append(str(point) if len(finite) == len(values) else f"{point} ({len(values) - len(finite)} not finite)")
+        finite, others = finite_of(group[measure])
+        names.append(f"{point}{others}")
         axes.plot(finite, np.full(len(finite), row), "o", color=RUN, alpha=0.55, markersize=5)
         if len(finite) > 1:
             estimate = one_sample(finite)
@@ -194,9 +193,11 @@ def differences_figure(cells: pd.DataFrame, measure: str, axes: Axes | None = No
 def across_figure(cells: pd.DataFrame, share: str, measure: str, axes: Axes | None = None) -> Axes:
     """Draw a measure of each run over the run's clipped share, and shade the range that rules of thumb recommend.
 
+    A label is at the mean of its setting, and counts the runs whose numbers are not finite.
+
     Args:
         cells: the frame of `outcomes`.
-        share: `removed` or `outside`, the clipped share on the x axis.
+        share: a field of `ClipShares`, on the x axis.
         axes: where to draw; None makes new axes.
 
     Returns:
@@ -205,9 +206,12 @@ def across_figure(cells: pd.DataFrame, share: str, measure: str, axes: Axes | No
     axes = axes or new_axes(8.0, 4.2)[0]
     axes.axvspan(*GOOD, color=SHADE, alpha=0.12)
     axes.plot(cells[share], cells[measure], "o", color=RUN, alpha=0.55, markersize=5)
-    for point, mean in cells.groupby("point", sort=False)[[share, measure]].mean().iterrows():
-        axes.plot([mean[share]], [mean[measure]], "_", color=MEAN, markersize=11, markeredgewidth=2.5)
-        axes.annotate(str(point), (mean[share], mean[measure]), xytext=(7, -3), textcoords="offset points")
+    for point, group in cells.groupby("point", sort=False):
+        finite, others = finite_of(group[[share, measure]])
+        if len(finite):
+            x, y = finite.mean(axis=0)
+            axes.plot([x], [y], "_", color=MEAN, markersize=11, markeredgewidth=2.5)
+            axes.annotate(f"{point}{others}", (x, y), xytext=(7, -3), textcoords="offset points")
     rank = rank_correlation(cells, share, measure)
     title = f"rank correlation {rank.value:.2f} [{rank.low:.2f}, {rank.high:.2f}]"
     axes.set(title=title, xlabel=MEASURES[share].meaning, ylabel=measure)

@@ -10,56 +10,63 @@ from typing import NamedTuple
 
 import pandas as pd
 
-from ppo_repro.analysis.clip_flags import clip_rule, clipped_at_start, column, is_outside
+from ppo_repro.analysis.clip_flags import clip_rule, clipped_at_start, column, is_outside, token_rule
 from ppo_repro.analysis.pairs import deltas, own_iterations
 from ppo_repro.analysis.recorded_flags import recorded_clipped
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.output import say
-from ppo_repro.config.algorithm import ClipObjective, FunctionObjective
+from ppo_repro.config.algorithm import FunctionObjective
 from ppo_repro.records import reader
 from ppo_repro.records.folder import load_recorded_config
 from ppo_repro.records.grid import CELLS, axes_of, read_grid_table
+from ppo_repro.records.manifest import Manifest
 from ppo_repro.statistics.kl import k3
 
 LAST = FIRST = 5  # iterations
+AT_THE_END = slice(-LAST, None)
+ACCURACY = "eval_accuracy"
 TOKENS = ("old_logprobs", "rollout_logprobs", "advantages")
 
 
 @dataclass(frozen=True)
 class Measure:
-    """A number of a run that compares settings: a column of `outcomes`."""
+    """A number of a run that compares settings: a column of `outcomes`.
+
+    `name` is the name of the recorded column. A measure that no table has is a row of README.md's names of columns.
+    """
 
     name: str
     form: str  # format of a value
     meaning: str
-    recorded: str = ""  # the column or final result that it is from; "" for a measure that is computed from tokens
+    averaged: slice | None = None  # rows of the table `iterations` whose mean it is; None for other measures
 
 
 MEASURES = {
     measure.name: measure
     for measure in (
-        Measure("accuracy", "{:.3f}", "greedy accuracy on held-out prompts after training", "eval_accuracy"),
-        Measure("score", "{:.3f}", f"mean score of the sampled responses, last {LAST} iterations", "score_mean"),
-        Measure("KL", "{:.2f}", f"KL(policy || reference), exact, seq_mean_token_sum, nats, last {LAST} iterations",
-            "ref_kl_per_sequence"),
-        Measure("entropy", "{:.2f}", f"entropy of the policy, token mean, nats, last {LAST} iterations", "entropy"),
-        Measure("explained", "{:.2f}", f"explained variance of the value model, first {FIRST} iterations",
-            "explained_variance"),
+        Measure(ACCURACY, "{:.3f}", "greedy accuracy on held-out prompts after training"),
+        Measure("score_mean", "{:.3f}", f"mean score of the sampled responses, last {LAST} iterations", AT_THE_END),
+        Measure("ref_kl_per_sequence", "{:.2f}",
+            f"KL(policy || reference), exact, seq_mean_token_sum, nats, last {LAST} iterations", AT_THE_END),
+        Measure("entropy", "{:.2f}", f"entropy of the policy, token mean, nats, last {LAST} iterations", AT_THE_END),
+        Measure("explained_variance", "{:.2f}",
+            f"explained variance of the value model, first {FIRST} iterations", slice(FIRST)),
         Measure("k3", "{:.1e}", "KL(rollout || old) by k3, token mean, nats, all iterations"),
         Measure("clip_floor", "{:.2%}",
             "share of response tokens whose gradient the clip would remove before any step, by mismatch alone"),
-        Measure("removed", "{:.1%}",
+        Measure("clip_fraction", "{:.1%}",
             "share of token visits whose policy gradient the clip removed, as TRL, verl and OpenRLHF count"),
-        Measure("outside", "{:.1%}", "share of token visits whose ratio was outside the band, as CleanRL counts"),
+        Measure("outside_fraction", "{:.1%}",
+            "share of token visits whose ratio was outside the band, as CleanRL counts"),
     )
 }  # fmt: skip
 
 
 class ClipShares(NamedTuple):
-    """Shares of token visits: the clip removed the gradient, and the ratio was outside the band."""
+    """Recorded shares of token visits: the clip removed the gradient, and the ratio was outside the band."""
 
-    removed: float
-    outside: float
+    clip_fraction: float
+    outside_fraction: float
 
 
 class CellMismatch(NamedTuple):
@@ -69,28 +76,32 @@ class CellMismatch(NamedTuple):
     clip_floor: float
 
 
+def _recorded_ranges(run_dir: Path, recorded: Manifest) -> list[tuple[int, float]]:
+    """Return each iteration that the run itself computed, and its column `clip_range`, NaN if that is fixed."""
+    columns, computed = ["iteration", "clip_range"], own_iterations(run_dir, recorded, None)
+    rows = reader.read_iterations(run_dir, iterations=computed, columns=columns, recorded=recorded)
+    return [(int(iteration), float(clip_range)) for iteration, clip_range in rows[columns].itertuples(index=False)]
+
+
 def clip_shares_of_cell(run_dir: Path) -> ClipShares:
     """Return the clipped shares of a run, over the iterations that the run itself computed.
 
     The ratio is the recorded one, so `sequence_clip` counts the tokens of responses outside its band. Both shares are 0
-    if the objective clips nothing, as `cispo`. Your own objective has no known band, so `outside` is NaN; `removed` is
-    NaN if the objective does not say which tokens it cut.
+    if the objective clips nothing, as `cispo`. Your own objective has no known band, so `outside_fraction` is
+    NaN; both are NaN if the objective does not say which tokens it cut.
     """
-    # not by `clipping.over_all_steps`, which refuses an objective that does not clip each token's ratio; the settings
-    # of a grid may have any objective, so these shares count what the run recorded
+    # the settings of a grid may have any objective, so these shares count what the run recorded; `removed` and
+    # `outside` of `clipping` are computed again, by the ratio of each token or by another clip range
     recorded, ppo = reader.open_manifest(run_dir), load_recorded_config(run_dir).ppo
-    computed = own_iterations(run_dir, recorded, None)
-    columns = ["iteration", "clip_range"]
-    ranges = reader.read_iterations(run_dir, iterations=computed, columns=columns, recorded=recorded)
     count, removed, outside = 0, 0, math.nan if isinstance(ppo.objective, FunctionObjective) else 0.0
-    for iteration, clip_range in ranges[columns].itertuples(index=False):
+    for iteration, clip_range in _recorded_ranges(run_dir, recorded):
         visits = reader.read_updates(
             run_dir, iterations=[iteration], columns=["clip_flag", "ratios"], recorded=recorded
         ).dropna(subset="clip_flag")
         if (visits["clip_flag"] == "unknown").any():
             return ClipShares(math.nan, math.nan)
         count, removed = count + len(visits), removed + int(recorded_clipped(visits["clip_flag"]).sum())
-        if (rule := clip_rule(ppo, float(clip_range))) is not None:
+        if (rule := clip_rule(ppo, clip_range)) is not None:
             outside += float(is_outside(column(visits, "ratios"), rule.low, rule.high).sum())
     return ClipShares(removed / count, outside / count)
 
@@ -99,32 +110,29 @@ def mismatch_of_cell(run_dir: Path) -> CellMismatch:
     """Return the mismatch of a run, over the response tokens of the iterations that the run itself computed.
 
     One iteration is in memory at a time. clip_floor is 0 with the anchor `old`, whose first ratio is 1, and NaN if the
-    objective has no fixed clip range. Unlike the k3 of METRICS, k3 is infinite or NaN if a log-prob is.
+    objective does not clip each token's ratio. Unlike the k3 of METRICS, k3 is infinite or NaN if a log-prob is.
     """
-    ppo = load_recorded_config(run_dir).ppo
-    rule = clip_rule(ppo, ppo.objective.clip_range) if isinstance(ppo.objective, ClipObjective) else None
-    recorded = reader.open_manifest(run_dir)
+    recorded, ppo = reader.open_manifest(run_dir), load_recorded_config(run_dir).ppo
     count, k3_sum, removed = 0, 0.0, 0.0
-    for iteration in own_iterations(run_dir, recorded, None):
+    for iteration, clip_range in _recorded_ranges(run_dir, recorded):
         tokens = reader.read_tokens(run_dir, iterations=[iteration], columns=TOKENS, recorded=recorded)
         count += len(tokens)
         k3_sum += float(k3(-deltas(tokens)).sum())
-        if rule is not None:
-            removed += float(clipped_at_start(tokens, rule).sum())
-    return CellMismatch(k3_sum / count, math.nan if rule is None else removed / count)
+        rule = token_rule(ppo, clip_range)
+        removed += math.nan if rule is None else float(clipped_at_start(tokens, rule).sum())
+    return CellMismatch(k3_sum / count, removed / count)
 
 
-def end_measures(rows: pd.DataFrame) -> dict[str, float]:
-    """Return score, KL and entropy of MEASURES from a run's table of iterations."""
-    return {name: float(rows[MEASURES[name].recorded].tail(LAST).mean()) for name in ("score", "KL", "entropy")}
+def averaged_measures(rows: pd.DataFrame) -> dict[str, float]:
+    """Return the MEASURES that are means over a run's table of iterations; NaN if an iteration lacks the number."""
+    averaged = [(measure.name, measure.averaged) for measure in MEASURES.values() if measure.averaged is not None]
+    return {name: float(rows[name].iloc[which].mean(skipna=False)) for name, which in averaged}
 
 
 def measures_of(run_dir: Path) -> dict[str, float]:
-    """Return MEASURES of a run except accuracy, which is in the grid's table; `explained` may be NaN."""
-    rows = reader.read_iterations(run_dir)
+    """Return MEASURES of a run except `eval_accuracy`, which is in the grid's table."""
     return {
-        **end_measures(rows),
-        "explained": float(rows[MEASURES["explained"].recorded].head(FIRST).mean()),
+        **averaged_measures(reader.read_iterations(run_dir)),
         **mismatch_of_cell(run_dir)._asdict(),
         **clip_shares_of_cell(run_dir)._asdict(),
     }
@@ -159,8 +167,8 @@ def outcomes(grid: Path) -> pd.DataFrame:
 
     Raises UserError if the grid has no table or no complete cell.
     """
-    accuracy = f"final.{MEASURES['accuracy'].recorded}"
+    accuracy = f"final.{ACCURACY}"
     cells = complete_cells(grid, (accuracy,))
     measures = pd.DataFrame([measures_of(grid / str(run_dir)) for run_dir in cells["run_dir"]])
-    measures.insert(0, "accuracy", cells[accuracy])
+    measures.insert(0, ACCURACY, cells[accuracy])
     return pd.concat([cells[["point", *axes_of(cells), "seed", "fingerprint"]], measures], axis=1)

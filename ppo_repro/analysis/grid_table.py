@@ -13,8 +13,8 @@ import numpy as np
 import pandas as pd
 from scipy.stats import spearmanr
 
-from ppo_repro.analysis.grid_outcomes import MEASURES
-from ppo_repro.analysis.significance import Estimate, holm, one_sample, t_interval, t_test
+from ppo_repro.analysis.grid_outcomes import MEASURES, ClipShares
+from ppo_repro.analysis.significance import Estimate, finite_of, holm, one_sample, t_interval, t_test
 from ppo_repro.base.errors import UserError
 from ppo_repro.records.grid import axes_of
 from ppo_repro.statistics.clusters import Floats
@@ -28,13 +28,18 @@ def with_half_width(values: pd.Series, form: str = "{:.3f}") -> str:
 
     Values that are not finite are counted and left out.
     """
-    finite = values[np.isfinite(values)]
-    if finite.empty:
+    finite, others = finite_of(values)
+    if not len(finite):
         return "not finite"
-    estimate = one_sample(finite.to_numpy(np.float64))
+    estimate = one_sample(finite)
     half = t_interval(estimate, 0.95)[1] - estimate.mean
-    text = form.format(estimate.mean) + ("" if math.isnan(half) else f" ± {form.format(half)}")
-    return text if len(finite) == len(values) else f"{text} ({len(values) - len(finite)} not finite)"
+    return form.format(estimate.mean) + ("" if math.isnan(half) else f" ± {form.format(half)}") + others
+
+
+def mean_text(values: pd.Series, form: str) -> str:
+    """Return the mean as text. Values that are not finite are counted and left out."""
+    finite, others = finite_of(values)
+    return form.format(finite.mean()) + others if len(finite) else "not finite"
 
 
 def measures_table(cells: pd.DataFrame, measure: str) -> pd.DataFrame:
@@ -42,12 +47,11 @@ def measures_table(cells: pd.DataFrame, measure: str) -> pd.DataFrame:
     axes = ", ".join(name.rpartition(".")[2] for name in axes_of(cells))
     table = []
     for point, group in cells.groupby("point", sort=False):
-        means = {name: group[name].mean() for name in MEASURES if name != measure}
         row = {
             axes: point,
             "seeds": len(group),
             f"{measure}, {SPREAD}": with_half_width(group[measure], MEASURES[measure].form),
-            **{name: "" if math.isnan(mean) else MEASURES[name].form.format(mean) for name, mean in means.items()},
+            **{name: mean_text(group[name], other.form) for name, other in MEASURES.items() if name != measure},
         }
         table.append({**row, "fingerprints": group["fingerprint"].nunique()})
     return pd.DataFrame(table)
@@ -123,9 +127,9 @@ def _spearman(pairs: Floats) -> float:
 
 def rank_correlations(cells: pd.DataFrame, measure: str) -> dict[str, RankCorrelation]:
     """Return `rank_correlation` of each clipped share that has one with the measure; {} for fewer than 3 settings."""
-    if cells["point"].nunique() < 3 or not cells["outside"].any():
+    if cells["point"].nunique() < 3 or not cells["outside_fraction"].any():
         return {}
-    ranks = {share: rank_correlation(cells, share, measure) for share in ("removed", "outside")}
+    ranks = {share: rank_correlation(cells, share, measure) for share in ClipShares._fields}
     return {share: rank for share, rank in ranks.items() if not math.isnan(rank.value)}
 
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 from scipy import optimize, stats
 
 from ppo_repro.statistics.clusters import Floats
@@ -42,6 +43,14 @@ def require_finite(*samples: Floats) -> None:
     for sample in samples:
         if not len(sample) or not np.isfinite(sample).all():
             raise ValueError("a sample must have at least one value, and only finite ones")
+
+
+def finite_of(values: npt.ArrayLike) -> tuple[Floats, str]:
+    """Return the finite rows of `values`, and the text that counts the others: ` (2 not finite)`, "" for none."""
+    rows = np.asarray(values, np.float64)
+    finite = rows[np.isfinite(rows.reshape(len(rows), -1)).all(axis=1)]
+    others = len(rows) - len(finite)
+    return finite, f" ({others} not finite)" if others else ""
 
 
 def sign_flip(values: Floats, rng: np.random.Generator, draws: int = DRAWS) -> Permutation:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from datetime import datetime
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -38,17 +39,23 @@ NOT_ARGUMENTS = (
 class Term(Section):
     """A summand of the score."""
 
+    value_range: ClassVar[tuple[float, float]] = (-math.inf, math.inf)  # before the weight
+
     weight: Finite = Field(1.0, description="Factor of this term in the score.")
 
 
 class ExactMatch(Term):
     """1 if the response equals the answer and ends with an end token, 0 otherwise."""
 
+    value_range: ClassVar[tuple[float, float]] = (0.0, 1.0)
+
     kind: Literal["exact_match"] = Field("exact_match", description="Compare the response with the answer.")
 
 
 class StepsReward(Term):
     """The share of the task's intermediate steps that a response has, each in its position; 1 if all are right."""
+
+    value_range: ClassVar[tuple[float, float]] = (0.0, 1.0)
 
     kind: Literal["steps"] = Field(description="Compare the steps before the answer.")
     placement: Literal["score", "step_ends"] = Field(
@@ -59,11 +66,15 @@ class StepsReward(Term):
 class FormatReward(Term):
     """1 for R1's format `<think>...</think><answer>...</answer>`, and 1 more if the answer is right."""
 
+    value_range: ClassVar[tuple[float, float]] = (0.0, 2.0)
+
     kind: Literal["format"] = Field(description="Check the form, and the answer inside it.")
 
 
 class LengthReward(Term):
     """-|tokens - target| / target: 0 at the wanted length."""
+
+    value_range: ClassVar[tuple[float, float]] = (-math.inf, 0.0)
 
     kind: Literal["length"] = Field(description="Prefer responses of a wanted length.")
     target: Count = Field(description="Wanted length of a response, tokens, end token included.")
@@ -182,6 +193,12 @@ class RewardConfig(Section):
         """Return whether responses are right or wrong; they are neither if a user's function is the only reward."""
         compared = any(isinstance(t, ExactMatch | FormatReward | Verifier) for t in self.terms)
         return compared or not any(isinstance(t, CalledReward) for t in self.terms)
+
+    @property
+    def score_range(self) -> tuple[float, float]:
+        """Return the smallest and largest score that the terms can give; infinite if a term has no limit."""
+        ends = [sorted(term.weight * end for end in term.value_range) for term in self.terms if term.weight]
+        return sum((low for low, _ in ends), -self.missing_eos_penalty), sum((high for _, high in ends), 0.0)
 
     @property
     def model(self) -> RewardModelFolder | TrainedRewardModel | None:

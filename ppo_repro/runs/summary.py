@@ -15,7 +15,7 @@ import pandas as pd
 from ppo_repro.config.algorithm import KLInReward
 from ppo_repro.config.files import CONTROL, DPO, LANGUAGE, Kind
 from ppo_repro.config.run import RunConfig
-from ppo_repro.config.tasks import ExactMatch, Verifier
+from ppo_repro.config.tasks import ExactMatch, RewardConfig, Verifier
 from ppo_repro.records import reader
 from ppo_repro.records.folder import load_any_recorded_config, load_recorded_config
 from ppo_repro.records.manifest import Head, Manifest, load, load_head
@@ -122,8 +122,7 @@ def _language(run_dir: Path, recorded: Manifest, rows: pd.DataFrame) -> Describe
     own = rows[rows["iteration"].isin(recorded.own_iterations)]  # a fork's origin has another configuration
     figures, agreement = _agreement(own, config.ppo.ratio_anchor, config.value.kind != "none")
     cut = cut_fraction(own)
-    # tokens that were encoded again were not drawn
-    draws = NONE if config.mismatch.trainer.retokenize else _draws(run_dir, recorded)
+    draws = _draws(run_dir, recorded) if are_drawn(config) else NONE
     figures |= {
         "sampled_score_first": float(own["score_mean"].iloc[0]),
         "sampled_score_last": float(rows["score_mean"].iloc[-1]),
@@ -141,13 +140,10 @@ def _language(run_dir: Path, recorded: Manifest, rows: pd.DataFrame) -> Describe
         if not draws.tokens
         else {"mean": draws.mean, "error": draws.error, "tail_probability": min(draws.tail_probabilities)},
     }
-    # what was trained is the score, if it is not only whether the response equals the answer
-    has_score = not judged or any(not isinstance(term, ExactMatch) for term in config.reward.terms)
-    penalty = isinstance(config.kl, KLInReward) and config.kl.kl_coef > 0
+    means = sampled_means(config, own).items()
     return figures, [
-        *([_change("score", figures)] if has_score else []),
-        *([_change("accuracy", figures)] if judged else []),
-        f"sampled responses: {_sampled(figures, penalty)}",
+        *(_change(what, figures) for what in evaluated_results(config.reward, judged)),
+        "sampled responses: " + "; ".join(f"mean {words} {first:.3f} -> {last:.3f}" for words, (first, last) in means),
         *([cut_at_the_limit(cut)] if cut > MANY_CUT else []),
         f"{len(rows)} iterations, {rows['tokens'].sum():,} response tokens",
         *agreement,
@@ -173,12 +169,28 @@ def draws_of_records(iteration: int, tokens: pd.DataFrame) -> Draws:
     return draws_of(logprobs, entropies, sequences, known, seed=iteration)
 
 
-def _sampled(figures: Figures, penalty: bool) -> str:
-    """Return how the mean score of the sampled responses changed, and the mean reward if it has a KL penalty."""
-    names = {"score": "sampled_score"} | ({"reward, the score minus the KL penalty,": "reward"} if penalty else {})
-    return "; ".join(
-        f"mean {words} {figures[f'{name}_first']:.3f} -> {figures[f'{name}_last']:.3f}" for words, name in names.items()
-    )
+def are_drawn(config: RunConfig) -> bool:
+    """Return whether the recorded tokens were drawn; tokens that were encoded again were not."""
+    return not config.mismatch.trainer.retokenize
+
+
+def evaluated_results(reward: RewardConfig, judged: bool) -> list[str]:
+    """Return which of `score` and `accuracy` say how good the responses to held-out prompts are.
+
+    The score says no more than the accuracy if it is only whether the response equals the answer.
+    """
+    has_score = not judged or any(not isinstance(term, ExactMatch) for term in reward.terms)
+    return ["score"] * has_score + ["accuracy"] * judged
+
+
+def sampled_means(config: RunConfig, own: pd.DataFrame) -> dict[str, tuple[float, float]]:
+    """Return the first and the last mean score of the sampled responses, and mean reward if it has a KL penalty.
+
+    The keys are words for a sentence. `own` has the rows of `iterations` that the run itself computed.
+    """
+    penalty = isinstance(config.kl, KLInReward) and config.kl.kl_coef > 0
+    columns = {"score": "score_mean"} | ({"reward, the score minus the KL penalty,": "reward_mean"} if penalty else {})
+    return {words: (float(own[name].iloc[0]), float(own[name].iloc[-1])) for words, name in columns.items()}
 
 
 def _change(what: str, figures: Figures) -> str:

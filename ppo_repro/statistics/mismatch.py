@@ -191,8 +191,7 @@ def _log_ppl_abs_diff(sums: MismatchSums) -> Ratio:
     return clusters.mean(np.abs(sums.whole["k1"].to_numpy()) / sums.whole["length"])
 
 
-# Guard and diagnosis call abs_mean, abs_max and n_nonfinite mean_abs, max_abs and nonfinite. A run records abs_max in
-# float32 as max_abs_old_rollout (`statistics.bits.iteration_agreement`).
+# a run records abs_max in float32 as max_abs_old_rollout (`statistics.bits.iteration_agreement`)
 METRICS = (
     Metric("n_tokens", "count", lambda sums: Ratio(float(sums.sequences["length"].sum())), None, "tokens compared"),
     Metric("n_masked", "count", lambda sums: Ratio(float(sums.masked)), None, "tokens that a mask removed"),

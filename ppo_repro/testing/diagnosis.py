@@ -41,8 +41,8 @@ class Tier:
     """
 
     name: str
-    mean_abs: float
-    max_abs: float
+    abs_mean: float
+    abs_max: float
     k3: float
 
 
@@ -72,10 +72,10 @@ class Evidence:
     """Numbers that the rows judge; NaN if a column is missing. `left_by_` and `left_without_` are shares of delta^2."""
 
     tokens: float
-    nonfinite: float
+    n_nonfinite: float
     frac_bitwise_equal: float
-    mean_abs: float
-    max_abs: float
+    abs_mean: float
+    abs_max: float
     k3: float
     pearson_logp: float
     temperature_ratio: float  # of the sampler's temperature to the trainer's
@@ -151,14 +151,14 @@ def _ratio(left: float, whole: float) -> float:
 def _tier(evidence: Evidence, ulp_max: float) -> str:
     if evidence.frac_bitwise_equal == 1:
         return "T0"
-    if not ulp_max > 4 and evidence.max_abs <= TIERS[0].max_abs:  # NaN if no token's steps say something
+    if not ulp_max > 4 and evidence.abs_max <= TIERS[0].abs_max:  # NaN if no token's steps say something
         return "T1"
     return _tier_of_unequal(evidence)
 
 
 def _tier_of_unequal(evidence: Evidence) -> str:
     for tier in TIERS:
-        if evidence.mean_abs <= tier.mean_abs and evidence.max_abs <= tier.max_abs and evidence.k3 <= tier.k3:
+        if evidence.abs_mean <= tier.abs_mean and evidence.abs_max <= tier.abs_max and evidence.k3 <= tier.k3:
             return tier.name
     return BEYOND
 
@@ -173,10 +173,10 @@ def _evidence(sums: PatternSums, metrics: Mapping[tuple[str, str], float]) -> Ev
     formats = sums.formats_a, sums.formats_b
     return Evidence(
         tokens=n,
-        nonfinite=metrics["n_nonfinite", "count"],
+        n_nonfinite=metrics["n_nonfinite", "count"],
         frac_bitwise_equal=metrics["frac_bitwise_equal", "token_mean"],
-        mean_abs=metrics["abs_mean", "token_mean"],
-        max_abs=metrics["abs_max", "token"],
+        abs_mean=metrics["abs_mean", "token_mean"],
+        abs_max=metrics["abs_max", "token"],
         k3=metrics["k3", "token_mean"],
         pearson_logp=covariance / math.sqrt(spread) if spread > 0 else math.nan,
         temperature_ratio=1 / (1 - slope) if slope < 1 else math.nan,
@@ -320,5 +320,5 @@ def _named(sums: PatternSums, evidence: Evidence, tier: str) -> CauseName:
     """Return the first cause whose prediction fits."""
     if tier in ("T0", "T1", "T2"):
         agree: CauseName = "none" if tier == "T0" else "floating_point_noise"
-        return "non_finite" if evidence.nonfinite else agree
+        return "non_finite" if evidence.n_nonfinite else agree
     return next((row.cause for row in ROWS if row.fits(sums, evidence)), "unknown")

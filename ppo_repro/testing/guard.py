@@ -48,12 +48,12 @@ def mismatch_of(pairs: pd.DataFrame) -> dict[str, tuple[float, int]]:
     unequal = ~tokens["bitwise_equal"] & finite
     worst = int(np.argmax(tokens["abs_delta"].where(finite, -1.0))) if finite.any() else -1
     return {
-        "mean_abs": (metrics["abs_mean", "token_mean"], worst),
-        "max_abs": (metrics["abs_max", "token"], worst),
+        "abs_mean": (metrics["abs_mean", "token_mean"], worst),
+        "abs_max": (metrics["abs_max", "token"], worst),
         "k3": (metrics["k3", "token_mean"], worst),
         # not 1 - frac_bitwise_equal, whose rounding may be above a limit that the share itself keeps
         "frac_unequal": (float(unequal[finite].mean()), int(np.argmax(unequal))),
-        "nonfinite": (metrics["n_nonfinite", "count"], int(np.argmin(finite))),
+        "n_nonfinite": (metrics["n_nonfinite", "count"], int(np.argmin(finite))),
     }
 
 
@@ -86,11 +86,11 @@ def draws_of_pairs(pairs: pd.DataFrame) -> Draws:
 def assert_mismatch_below(
     run_or_file: Source,
     *,
-    mean_abs: float | None = None,
-    max_abs: float | None = None,
+    abs_mean: float | None = None,
+    abs_max: float | None = None,
     k3: float | None = None,
     frac_unequal: float | None = None,
-    nonfinite: int = 0,
+    n_nonfinite: int = 0,
     frac_zero: float = 0.5,
     draws: bool = True,
     names: Names | str | None = None,
@@ -102,11 +102,11 @@ def assert_mismatch_below(
     Args:
         run_or_file: a run folder, a dump in any format that `ppo-repro audit` reads, or a data frame with one row per
             token.
-        mean_abs: limit of the mean of |delta|, in nats.
-        max_abs: limit of the largest |delta|, in nats.
+        abs_mean: limit of the mean of |delta|, in nats.
+        abs_max: limit of the largest |delta|, in nats.
         k3: limit of the token mean of expm1(delta) - delta, which estimates KL(sampler || trainer).
         frac_unequal: limit of the share of tokens that differ in any bit.
-        nonfinite: limit of the number of tokens with a log-prob that is not finite.
+        n_nonfinite: limit of the number of tokens with a log-prob that is not finite.
         frac_zero: limit of the share of tokens whose log-probs are exactly 0 on both sides, as of padding. A policy
             that is sure of most tokens needs a higher limit.
         draws: whether to judge that tokens were drawn from the trainer's distributions; this needs its `entropies`, and
@@ -119,7 +119,7 @@ def assert_mismatch_below(
         UserError: no limit is given, or there are no tokens.
     """
     __tracebackhide__ = True
-    options = {"mean_abs": mean_abs, "max_abs": max_abs, "k3": k3, "frac_unequal": frac_unequal}
+    options = {"abs_mean": abs_mean, "abs_max": abs_max, "k3": k3, "frac_unequal": frac_unequal}
     limits = {name: limit for name, limit in options.items() if limit is not None}
     if not limits:
         raise UserError(f"assert_mismatch_below: no limit is given; give one or more of {', '.join(options)}")
@@ -128,7 +128,7 @@ def assert_mismatch_below(
             raise UserError(f"assert_mismatch_below: {name} = {limit!r}: must be 0 or more")
     if not 0 <= frac_zero <= 1:  # NaN would allow everything
         raise UserError(f"assert_mismatch_below: frac_zero = {frac_zero!r}: must be from 0 to 1")
-    limits["nonfinite"] = nonfinite
+    limits["n_nonfinite"] = n_nonfinite
     where = "the frame" if isinstance(run_or_file, pd.DataFrame) else run_or_file
     pairs = pairs_of(run_or_file, names)
     if not len(pairs):

@@ -133,11 +133,11 @@ def test_numeric_findings_by_hand() -> None:
     assert row(numeric(responses([2.0, 4.0, 6.0]), 9.0), "numeric", "old_logprobs.abs_delta", "TOST")["p_value"] < 0.05
     # what is not finite is counted and left out
     table = numeric(responses([2.0, math.inf, math.nan, 4.0, 6.0]))
-    assert row(table, "numeric", "nonfinite")["stat"] == 2.0
+    assert row(table, "numeric", "n_nonfinite")["stat"] == 2.0
     assert row(table, "numeric", "old_logprobs.delta", "sign changes")["stat"] == 2.0
     # without a response in common only shares are left
     parted = responses([1.0]).assign(diverged=True, delta_sum=math.nan, abs_sum=math.nan)
-    assert set(numeric(parted)["metric"]) == {"same_responses", "nonfinite", "divergence_hazard"}
+    assert set(numeric(parted)["metric"]) == {"same_responses", "n_nonfinite", "divergence_hazard"}
 
 
 def test_the_hazard_by_hand() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 from typing import Annotated, Any
@@ -321,3 +322,16 @@ def test_relative_paths_follow_the_file_and_paths_of_overrides_the_current_folde
     assert load_config(Path("../mine/c.yaml"), ["task.path=p"]).task.path == str(elsewhere / "p")
     paths = [cell.config.task.path for cell in load_grid(Path("../mine/g.yaml")).cells]
     assert paths == [str(folder / "a.jsonl"), str(folder / "b.jsonl")]
+
+
+@pytest.mark.parametrize(
+    ("reward", "possible"),
+    [
+        ("{}", (0.0, 1.0)),
+        ("{missing_eos_penalty: 0.5}", (-0.5, 1.0)),
+        ("{terms: [{kind: exact_match, weight: 2}, {kind: length, target: 3}]}", (-math.inf, 2.0)),
+        ("{terms: [{kind: exact_match}, {kind: format, weight: -1}]}", (-2.0, 1.0)),
+    ],
+)
+def test_the_possible_range_of_scores(reward: str, possible: tuple[float, float]) -> None:
+    assert small_config(f"reward={reward}").reward.score_range == possible

@@ -11,10 +11,19 @@ import pandas as pd
 import pytest
 
 from ppo_repro.analysis.clip_flags import token_flags
-from ppo_repro.analysis.clipping import load_iterations, policy_rows
-from ppo_repro.analysis.figures import across_figure, differences_figure
-from ppo_repro.analysis.grid_outcomes import MEASURES, clip_shares_of_cell, measures_of, outcomes
+from ppo_repro.analysis.clipping import clip_tables, load_iterations, over_all_steps, policy_rows
+from ppo_repro.analysis.figures import across_figure, differences_figure, svg
+from ppo_repro.analysis.grid_outcomes import (
+    MEASURES,
+    averaged_measures,
+    clip_shares_of_cell,
+    measures_of,
+    mismatch_of_cell,
+    outcomes,
+)
 from ppo_repro.analysis.grid_table import comparisons, rank_correlation
+from ppo_repro.analysis.report.data.metrics import Quantity
+from ppo_repro.analysis.report.sections.grid_answer import answer_cards, main_effects, spread
 from ppo_repro.base.errors import UserError
 from ppo_repro.commands.analyses.table import answer
 from ppo_repro.records import manifest, reader
@@ -27,7 +36,7 @@ def grid_of(values: dict[str, list[float]], **others: dict[str, list[float]]) ->
     made = []
     for point, numbers in values.items():
         for seed, value in enumerate(numbers, start=1):
-            row = {**dict.fromkeys(MEASURES, 0.0), "accuracy": value}
+            row = {**dict.fromkeys(MEASURES, 0.0), "eval_accuracy": value}
             row |= {name: of[point][seed - 1] for name, of in others.items()}
             made.append({"point": point, "axis.a.b": point, "seed": seed, "fingerprint": f"{point}{seed}", **row})
     return pd.DataFrame(made)
@@ -35,7 +44,7 @@ def grid_of(values: dict[str, list[float]], **others: dict[str, list[float]]) ->
 
 def test_comparisons_are_paired_by_seed_and_corrected() -> None:
     found = grid_of({"x": [0.0, 10.0, 20.0], "y": [1.0, 12.0, 23.0], "z": [20.0, 10.0, 0.0]})
-    table = comparisons(found.sample(frac=1, random_state=0), "accuracy", "x").set_index("point")
+    table = comparisons(found.sample(frac=1, random_state=0), "eval_accuracy", "x").set_index("point")
     # y - x is 1, 2, 3: mean 2, standard error 1 / sqrt 3, t = 3.4641 with 2 degrees of freedom: p = 0.0742
     assert table.loc["y", "difference"] == pytest.approx(2.0)
     assert (table.loc["y", "ci_lo"], table.loc["y", "ci_hi"]) == pytest.approx((2 - 2.4841, 2 + 2.4841), abs=1e-4)
@@ -44,19 +53,19 @@ def test_comparisons_are_paired_by_seed_and_corrected() -> None:
     assert table.loc["z", "p_value"] == pytest.approx(1.0)
     assert table.loc["y", "p_holm"] == pytest.approx(0.1483, abs=1e-4)
     with pytest.raises(UserError, match=r"^--against q: .* x; y; z$"):
-        comparisons(found, "accuracy", "q")
+        comparisons(found, "eval_accuracy", "q")
     for ask in (
-        lambda cells: comparisons(cells, "accuracy", "x"),
-        lambda cells: across_figure(cells, "removed", "accuracy"),
+        lambda cells: comparisons(cells, "eval_accuracy", "x"),
+        lambda cells: across_figure(cells, "clip_fraction", "eval_accuracy"),
     ):
         with pytest.raises(UserError, match=r"^y and x have different seeds"):
             ask(found.drop(index=3))
 
 
 def test_one_seed_has_a_difference_without_interval_and_one_setting_has_none() -> None:
-    assert "| y | +0.500 |  |  |" in answer(grid_of({"x": [0.5], "y": [1.0]}), "accuracy", "x")[1]
+    assert "| y | +0.500 |  |  |" in answer(grid_of({"x": [0.5], "y": [1.0]}), "eval_accuracy", "x")[1]
     with pytest.raises(UserError, match="one setting"):
-        differences_figure(grid_of({"x": [0.5, 1.0]}), "accuracy")
+        differences_figure(grid_of({"x": [0.5, 1.0]}), "eval_accuracy")
 
 
 def test_a_measure_has_the_digits_of_its_size() -> None:
@@ -69,24 +78,24 @@ def test_a_measure_has_the_digits_of_its_size() -> None:
 
 def test_the_rank_correlation_is_of_the_settings_and_its_interval_of_the_seeds() -> None:
     accuracy = {"x": [0.1, 0.3], "y": [0.2, 0.2], "z": [0.9, 0.7]}
-    found = grid_of(accuracy, outside={"x": [0.5, 0.5], "y": [0.2, 0.2], "z": [0.1, 0.1]})
+    found = grid_of(accuracy, outside_fraction={"x": [0.5, 0.5], "y": [0.2, 0.2], "z": [0.1, 0.1]})
     # means 0.2, 0.2, 0.8 have ranks 1.5, 1.5, 3, the shares 3, 2, 1: Spearman's correlation is -sqrt(3) / 2
-    rank = rank_correlation(found, "outside", "accuracy")
+    rank = rank_correlation(found, "outside_fraction", "eval_accuracy")
     assert rank.value == pytest.approx(-math.sqrt(3) / 2)
     # one seed alone: ranks 1, 2, 3 give -1; the other alone: 2, 1, 3 give -0.5
     assert (rank.low, rank.high) == (pytest.approx(-1.0), pytest.approx(-0.5))
-    assert math.isnan(rank_correlation(found, "removed", "accuracy").value)
+    assert math.isnan(rank_correlation(found, "clip_fraction", "eval_accuracy").value)
     # seed 1 of x, y, z and seed 2 of z, y, x
-    assert rank_correlation(found.iloc[[0, 2, 4, 5, 3, 1]], "outside", "accuracy") == rank
+    assert rank_correlation(found.iloc[[0, 2, 4, 5, 3, 1]], "outside_fraction", "eval_accuracy") == rank
 
 
 @pytest.mark.parametrize("share", [0.5, math.nan])
 def test_a_share_that_a_setting_lacks_has_no_text(share: float) -> None:
     outside = {"x": [0.25], "y": [0.125], "z": [share]}
-    _, said = answer(grid_of({"x": [0.1], "y": [0.2], "z": [0.9]}, outside=outside), "accuracy", "x")
+    _, said = answer(grid_of({"x": [0.1], "y": [0.2], "z": [0.9]}, outside_fraction=outside), "eval_accuracy", "x")
     assert "nan" not in said
-    assert "share removed" not in said  # 0 everywhere
-    assert ("rank correlation of share outside" in said) == ("| 50.0% | 1 |" in said) == (share == 0.5)
+    assert "clip_fraction and" not in said  # 0 everywhere
+    assert ("rank correlation of outside_fraction" in said) == ("| 50.0% | 1 |" in said) == (share == 0.5)
 
 
 @pytest.fixture
@@ -115,10 +124,10 @@ def test_the_measures_are_those_of_the_records(grid: Path, deterministic_run: Pa
         made = measures_of(run_dir)
         # training counts clipped tokens of each step in float32
         by_training = (steps["clip_fraction"] * steps["tokens"]).sum() / steps["tokens"].sum()
-        assert made["removed"] == pytest.approx(by_training, rel=1e-5, abs=1e-9)
-        assert made["removed"] > 0
+        assert made["clip_fraction"] == pytest.approx(by_training, rel=1e-5, abs=1e-9)
+        assert made["clip_fraction"] > 0
         assert made["clip_floor"] == 0.0, "mismatch below 1e-4 nats puts no ratio beyond 0.2 before a step"
-        assert made["score"] == pytest.approx(iterations["score_mean"].tail(5).mean())
+        assert made["score_mean"] == pytest.approx(iterations["score_mean"].tail(5).mean())
 
 
 GROUPS = (
@@ -157,14 +166,23 @@ def test_a_sequence_clip_has_a_band_of_the_response(tmp_path: Path) -> None:
     assert clip_shares_of_cell(run_dir)[1] == ((ratios < 0.9) | (ratios > 1.2)).mean() > 0
 
 
+def test_the_clip_floor_of_an_adaptive_clip_is_by_the_range_of_each_iteration(tmp_path: Path) -> None:
+    options = ("ppo.iterations=3", "ppo.epochs=1", "rollout.mismatch_sigma=0.3")  # an epoch visits each token once
+    run_dir = tiny_run(tmp_path, *options, "ppo.objective={kind: adaptive_clip, target_kl: 1e-6}")
+    assert reader.read_iterations(run_dir)["clip_range"].nunique() > 1
+    floor = over_all_steps(clip_tables(run_dir).by_step)["clip_floor"]
+    assert floor > 0
+    assert mismatch_of_cell(run_dir).clip_floor == pytest.approx(floor)
+
+
 def test_the_commands(grid: Path, tmp_path: Path, cli: Cli) -> None:
     code, out, err = cli("analyse", "table", grid)
     assert (code, err) == (0, f"warning: {grid}: without f (failed)\n")
-    assert out.startswith("| mode | seeds | accuracy, mean ± half")
+    assert out.startswith("| mode | seeds | eval_accuracy, mean ± half")
     table = cli.json("analyse", "table", grid)
     assert [cell["seed"] for cell in table["cells"]] == [7, 7]
     (difference,) = table["differences"]
-    assert difference["difference"] == table["cells"][1]["accuracy"] - table["cells"][0]["accuracy"]
+    assert difference["difference"] == table["cells"][1]["eval_accuracy"] - table["cells"][0]["eval_accuracy"]
     assert table["rank_correlations"] == {}
     for kind, folder in (("settings", grid), ("across", grid), ("differences", grid)):
         for _ in range(2):  # over nothing, and over an earlier figure
@@ -191,7 +209,7 @@ def test_a_measure_that_a_setting_lacks_is_not_finite(deterministic_run: Path, t
     )  # fmt: skip
     for cells in (table, table[1:]):  # one setting has the measure, and none
         cells.to_parquet(tmp_path / "cells.parquet")
-        for measure in ("explained", "clip_floor"):
+        for measure in ("explained_variance", "clip_floor"):
             said = cli.done("analyse", "table", tmp_path, "--measure", measure)
             assert "\n| lacks | 1 | not finite |" in said
             assert "\n| lacks too | not finite |  |  |" in said
@@ -203,7 +221,51 @@ def test_a_measure_that_a_setting_lacks_is_not_finite(deterministic_run: Path, t
 
 def test_seeds_that_are_not_finite_are_counted_and_no_difference_is_made_up() -> None:
     found = grid_of({"x": [0.0, 1.0, 2.0], "y": [1.0, math.nan, 3.0], "z": [1.0, 3.0, 3.0]})
-    _, said = answer(found, "accuracy", "x")
+    _, said = answer(found, "eval_accuracy", "x")
     assert "| y | 3 | 2.000 ± 12.706 (1 not finite) |" in said
     assert "| y | not finite |  |  |" in said
     assert "| z | +1.333 [" in said
+    _, said = answer(found.assign(eval_accuracy=0.5, entropy=found["eval_accuracy"]), "eval_accuracy", "x")
+    assert "| 2.00 (1 not finite) |" in said, "a measure beside the one that is compared"
+    drawn = svg(across_figure(found, "clip_fraction", "eval_accuracy"))
+    assert "y (1 not finite)" in " ".join(ElementTree.fromstring(drawn).itertext())
+
+
+def test_a_page_counts_seeds_that_are_not_finite() -> None:
+    assert spread(pd.Series([0.5, math.nan, 0.75])) == "0.625 (0.500 to 0.750) (1 not finite)"
+    assert spread(pd.Series([0.5, math.inf])) == "0.500 (1 not finite)"
+    assert spread(pd.Series([math.nan])) == "not finite"
+    assert spread(pd.Series([0.5] * 5 + [math.nan])) == "0.500 (1 not finite)"
+
+
+def test_the_answer_of_a_grid_says_which_settings_it_cannot_compare(tmp_path: Path) -> None:
+    (tmp_path / "grid.yaml").write_text("question: Which?\nexpectation: None.\n")
+    values = {"x": [0.25, 0.5, 0.75], "y": [0.5, math.nan, 0.75], "z": [0.5, 0.25, 0.75]}
+    finals = pd.DataFrame([(point, i, value) for point, of in values.items() for i, value in enumerate(of)])
+    finals.columns = pd.Index(["point", "seed", "eval_accuracy"])
+    _, answered, compared = answer_cards(tmp_path, finals, Quantity("eval_accuracy", "accuracy"), "", 1.0)
+    assert "0 of 2 settings differ" in answered.verdicts[0].text
+    assert "1 of 2 cannot be compared, because a result is not finite." in answered.verdicts[0].text
+    assert "not finite" in compared.blocks[0]
+
+
+def test_a_run_without_a_result_leaves_the_effect_of_an_axis_unknown(tmp_path: Path) -> None:
+    rows = [{"axis.a": a, "axis.b": b, "seed": seed} for a in "xy" for b in "pq" for seed in (1, 2)]
+    pd.DataFrame(rows).to_parquet(tmp_path / "cells.parquet")
+    values = [0.5, 0.25, 0.5, 0.75, math.nan, 0.5, 0.75, 1.0]
+    points = [f"{row['axis.a']}, {row['axis.b']}" for row in rows]
+    finals = pd.DataFrame({"point": points, "seed": [row["seed"] for row in rows], "eval_accuracy": values})
+    effects = main_effects(tmp_path, finals, Quantity("eval_accuracy", "accuracy"))
+    assert effects["accuracy"].tolist() == ["not finite", "not finite"]
+    effects = main_effects(tmp_path, finals.fillna(0.75), Quantity("eval_accuracy", "accuracy"))
+    # of seed 1 the means of y and x are 0.75 and 0.5, of seed 2 0.75 and 0.5
+    assert effects["accuracy"].tolist() == ["+0.250", "+0.250"]
+
+
+def test_an_iteration_without_a_number_leaves_a_run_without_the_mean() -> None:
+    names = ("score_mean", "ref_kl_per_sequence", "entropy", "explained_variance")
+    rows = pd.DataFrame({name: [float(i) for i in range(7)] for name in names})
+    whole = dict(zip(names, (4.0, 4.0, 4.0, 2.0), strict=True))
+    assert averaged_measures(rows) == whole, "the last five iterations, of the explained variance the first five"
+    rows.loc[0] = math.nan
+    assert averaged_measures(rows) == pytest.approx(whole | {"explained_variance": math.nan}, nan_ok=True)

@@ -151,10 +151,10 @@ def test_a_run_says_that_its_sampler_draws_otherwise_than_it_reports(tmp_path: P
         (folder,) = (out / "tiny").iterdir()
         if changes:
             with pytest.raises(AssertionError, match="unlikely tokens are missing"):
-                assert_mismatch_below(folder, mean_abs=1e-3)
-            assert_mismatch_below(folder, mean_abs=1e-3, draws=False)
+                assert_mismatch_below(folder, abs_mean=1e-3)
+            assert_mismatch_below(folder, abs_mean=1e-3, draws=False)
         else:
-            assert_mismatch_below(folder, mean_abs=1e-3)
+            assert_mismatch_below(folder, abs_mean=1e-3)
 
 
 def test_a_dump_with_entropies_is_judged(tmp_path: Path) -> None:
@@ -166,12 +166,12 @@ def test_a_dump_with_entropies_is_judged(tmp_path: Path) -> None:
         sides = {"rollout_logprobs": logp, "old_logprobs": logp, "entropies": ENTROPIES[rows]}
         return pd.DataFrame([{name: values[i : i + 20] for name, values in sides.items()} for i in range(0, 2000, 20)])
 
-    assert_mismatch_below(dump(P), mean_abs=0.0)
+    assert_mismatch_below(dump(P), abs_mean=0.0)
     with pytest.raises(
         AssertionError, match=r"2,000 tokens were not drawn from the log-probs: mean log p \+ entropy \+"
     ):
-        assert_mismatch_below(dump(top_p(0.8)), mean_abs=0.0)
-    assert_mismatch_below(dump(top_p(0.8)).drop(columns="entropies"), mean_abs=0.0)
+        assert_mismatch_below(dump(top_p(0.8)), abs_mean=0.0)
+    assert_mismatch_below(dump(top_p(0.8)).drop(columns="entropies"), abs_mean=0.0)
 
 
 def test_as_many_tokens_as_rounding_moves_may_be_impossible() -> None:

@@ -359,7 +359,7 @@ def made(a: list[float], b: list[float], lengths: list[int]) -> pd.DataFrame:
 def test_evidence_by_hand() -> None:
     # delta = 0.5, -0.25, 0, 0.25; two sequences of two tokens with sums 0.25 and 0.25
     found = diagnose(made([-1.0, -1.0, -2.0, -1.25], [-0.5, -1.25, -2.0, -1.0], [2, 2])).evidence
-    assert (found["mean_abs"], found["max_abs"]) == (0.25, 0.5)
+    assert (found["abs_mean"], found["abs_max"]) == (0.25, 0.5)
     assert found["frac_bitwise_equal"] == 0.25
     k3 = (math.expm1(0.5) - 0.5 + math.expm1(-0.25) + 0.25 + math.expm1(0.25) - 0.25) / 4
     assert found["k3"] == pytest.approx(k3, rel=1e-12)  # the same numbers in another order
@@ -384,7 +384,7 @@ def test_order_of_rows_and_pieces_do_not_matter(seed: int, scale: float) -> None
 def test_numbers_that_are_not_finite_are_counted() -> None:
     pairs = made([-1.0, -2.0, math.nan, -1.0], [-1.0, -2.0, -3.0, -math.inf], [2, 2])
     found = diagnose(pairs)
-    assert (found.verdict, found.evidence["nonfinite"], found.evidence["tokens"]) == ("non_finite", 2.0, 2.0)
+    assert (found.verdict, found.evidence["n_nonfinite"], found.evidence["tokens"]) == ("non_finite", 2.0, 2.0)
     with pytest.raises(UserError, match="no token with two finite log-probs"):
         diagnose(pairs.iloc[2:])
 

@@ -19,17 +19,17 @@ EXAMPLE = ROOT / "experiments" / "guard_your_stack"
 
 
 def test_the_mismatch_of_runs_has_limits(deterministic_run: Path, native_run: Path, control_run: Path) -> None:
-    assert_mismatch_below(deterministic_run, mean_abs=0.0, max_abs=0.0, k3=0.0, frac_unequal=0.0)
-    assert_mismatch_below(native_run, mean_abs=5e-6, max_abs=1e-4, k3=1e-10)
+    assert_mismatch_below(deterministic_run, abs_mean=0.0, abs_max=0.0, k3=0.0, frac_unequal=0.0)
+    assert_mismatch_below(native_run, abs_mean=5e-6, abs_max=1e-4, k3=1e-10)
     with pytest.raises(AssertionError, match=r"frac_unequal is 0\.\d+, above 0 \(as at iteration 0, sequence \d+"):
         assert_mismatch_below(native_run, frac_unequal=0.0)
     assert_mismatch_below(control_run, frac_unequal=0.0)
     with pytest.raises(UserError, match="no limit is given"):
         assert_mismatch_below(deterministic_run)
-    with pytest.raises(UserError, match="max_abs = nan: must be 0 or more"):
-        assert_mismatch_below(deterministic_run, max_abs=float("nan"))
+    with pytest.raises(UserError, match="abs_max = nan: must be 0 or more"):
+        assert_mismatch_below(deterministic_run, abs_max=float("nan"))
     with pytest.raises(UserError, match="leave names out"):
-        assert_mismatch_below(deterministic_run, max_abs=1.0, names=Names("a", "b"))
+        assert_mismatch_below(deterministic_run, abs_max=1.0, names=Names("a", "b"))
 
 
 def test_the_mismatch_of_a_file_by_hand(tmp_path: Path) -> None:
@@ -43,14 +43,14 @@ def test_the_mismatch_of_a_file_by_hand(tmp_path: Path) -> None:
     # delta = -0.5, 0, 0.25 over three finite tokens; k3 is the same sum in another order
     k3 = pytest.approx((np.expm1(-0.5) + 0.5 + np.expm1(0.25) - 0.25) / 3, rel=1e-15)
     assert len(pairs) == 4
-    assert found == {"mean_abs": 0.25, "max_abs": 0.5, "k3": k3, "frac_unequal": 2 / 3, "nonfinite": 1.0}
+    assert found == {"abs_mean": 0.25, "abs_max": 0.5, "k3": k3, "frac_unequal": 2 / 3, "n_nonfinite": 1.0}
     with pytest.raises(AssertionError) as failure:
-        assert_mismatch_below(path, max_abs=0.4)
+        assert_mismatch_below(path, abs_max=0.4)
     worst = "iteration 0, sequence 0, position 0: sampler -1.0 (bits bf800000), trainer -1.5 (bits bfc00000)"
-    assert f"max_abs is 0.5, above 0.4 (as at {worst}" in str(failure.value)
-    lost = "nonfinite is 1, above 0 (as at iteration 0, sequence 1, position 1"
+    assert f"abs_max is 0.5, above 0.4 (as at {worst}" in str(failure.value)
+    lost = "n_nonfinite is 1, above 0 (as at iteration 0, sequence 1, position 1"
     assert lost in str(failure.value)
-    assert_mismatch_below(path, max_abs=0.5, mean_abs=0.25, k3=0.06, nonfinite=1)
+    assert_mismatch_below(path, abs_max=0.5, abs_mean=0.25, k3=0.06, n_nonfinite=1)
 
 
 def test_other_names_are_given_by_what_the_message_says(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ def _divergence(responses: pd.DataFrame, same: pd.DataFrame, nonfinite: int, col
     share = len(same) / count if count else math.nan
     findings = [
         Finding("same_responses", share, count, "share with all tokens the same"),
-        Finding("nonfinite", float(nonfinite), len(same), f"responses, {column}; left out below"),
+        Finding("n_nonfinite", float(nonfinite), len(same), f"responses, {column}; left out below"),
     ]
     if count:
         rate, low, high = hazard(responses["compared"].to_numpy(np.int64), responses["diverged"].to_numpy(bool))

@@ -14,7 +14,7 @@ from ppo_repro.analysis.grid_table import SPREAD
 from ppo_repro.analysis.html.markup import Html, element, escape, sentence, share, table
 from ppo_repro.analysis.html.page import Card, Section, Verdict, folded_table, page, scrolled
 from ppo_repro.analysis.report.data.folder_runs import FolderRuns, largest_possible, largest_recorded, read_folder
-from ppo_repro.analysis.report.data.metrics import ANY, score_range
+from ppo_repro.analysis.report.data.metrics import ANY
 from ppo_repro.analysis.report.data.run_curves import OneRun
 from ppo_repro.analysis.report.sections import curves
 from ppo_repro.analysis.report.sections.curves import Curves, curve_sections, main_chart
@@ -106,7 +106,7 @@ def _left_out(runs: FolderRuns) -> list[Card]:
 
 def _line(setting: Setting, group: Sequence[OneRun]) -> Curves:
     config, content = group[0].facts.config, group[0].facts.content
-    score = score_range(config) if isinstance(config, RunConfig) else ANY
+    score = config.reward.score_range if isinstance(config, RunConfig) else ANY
     runs = tuple(_curves_after_fork(run) for run in group)
     seeds = runs if 1 < len(runs) < curves.MANY_SEEDS else ()
     return Curves(setting.short, curves.over_seeds(runs, content.metrics, score), seeds, setting.whole)

@@ -9,7 +9,7 @@ from pathlib import Path
 from matplotlib.axes import Axes
 
 from ppo_repro.analysis import figures
-from ppo_repro.analysis.grid_outcomes import MEASURES, outcomes
+from ppo_repro.analysis.grid_outcomes import ACCURACY, MEASURES, ClipShares, outcomes
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.files import atomic_write, require_ours
 from ppo_repro.base.latest import run_named
@@ -24,8 +24,9 @@ def add_options(option: Callable[..., argparse.Action]) -> None:
     about = "the SVG file to write; replaces only a file that ppo-repro wrote"
     option("out", metavar="FILE.svg", type=Path, help=about)
     option("folders", metavar="RUN_OR_GRID", type=run_named, nargs="+", help="runs, or one grid")
-    option("--measure", choices=MEASURES, default="accuracy", help="which measure of a grid is drawn")
-    option("--share", choices=("removed", "outside"), default="removed", help="which clipped share `across` draws")
+    option("--measure", choices=MEASURES, default=ACCURACY, help="which measure of a grid is drawn")
+    shares = ClipShares._fields
+    option("--share", choices=shares, default=shares[0], help="which clipped share `across` draws")
 
 
 def command(arguments: argparse.Namespace) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import pandas as pd
 
-from ppo_repro.analysis.grid_outcomes import MEASURES, outcomes
+from ppo_repro.analysis.grid_outcomes import ACCURACY, MEASURES, outcomes
 from ppo_repro.analysis.grid_table import RankCorrelation, comparisons, markdown, measures_table, rank_correlations
 from ppo_repro.analysis.significance import with_interval
 from ppo_repro.base.output import print_result
@@ -25,7 +25,7 @@ from ppo_repro.base.output import print_result
 def add_options(option: Callable[..., argparse.Action]) -> None:
     """Add the options of the command."""
     option("grid", type=Path, help="folder of a grid")
-    option("--measure", choices=MEASURES, default="accuracy", help="what is compared")
+    option("--measure", choices=MEASURES, default=ACCURACY, help="what is compared")
     option("--against", help="the setting that every setting is compared with: its labels joined by ', '")
 
 
@@ -75,7 +75,7 @@ def _texts_of_p(values: Iterable[float]) -> list[str]:
 
 def _sentences(correlations: Mapping[str, RankCorrelation], measure: str, cells: pd.DataFrame) -> list[str]:
     return [
-        f"rank correlation of share {share} and {measure}: {rank.value:.2f} over {cells['point'].nunique()} settings "
+        f"rank correlation of {share} and {measure}: {rank.value:.2f} over {cells['point'].nunique()} settings "
         f"(bootstrap of seeds, 95 % [{rank.low:.2f}, {rank.high:.2f}]), {rank.over_runs:.2f} over {len(cells)} runs"
         for share, rank in correlations.items()
     ]

@@ -46,13 +46,13 @@ def test_differences_and_ratios_are_counted_by_hand() -> None:
 
 def test_intervals_over_seeds_by_hand() -> None:
     def seed(value: float, iterations: list[int]) -> pd.DataFrame:
-        return pd.DataFrame({"iteration": iterations, "metric": "score", "value": value, "low": 0.0, "high": 0.0})
+        return pd.DataFrame({"iteration": iterations, "metric": "score_mean", "value": value, "low": 0.0, "high": 0.0})
 
     def frame(values: list[float], score: tuple[float, float]) -> pd.DataFrame:
         return curves.over_seeds([seed(value, [0]) for value in values], metrics.LEARNING, score)
 
     few = frame([1.0, 3.0, math.nan], (0.0, 9.0))
-    assert few.iloc[0].tolist() == [0, "score", 2.0, 1.0, 3.0, 2], "below five seeds the smallest and the largest"
+    assert few.iloc[0].tolist() == [0, "score_mean", 2.0, 1.0, 3.0, 2], "below five seeds the smallest and the largest"
     # standard error sqrt(0.2), t of 4 degrees of freedom at 97.5 % 2.776: 3 -+ 1.242
     many = frame([2.0, 2.0, 3.0, 4.0, 4.0], (-math.inf, math.inf))
     assert many.iloc[0, 2:5].tolist() == pytest.approx([3, 1.758, 4.242], abs=1e-3)
@@ -62,24 +62,11 @@ def test_intervals_over_seeds_by_hand() -> None:
     assert lost.iloc[0].tolist() == few.iloc[0].tolist(), "seeds without a value do not count"
 
 
-@pytest.mark.parametrize(
-    ("reward", "possible"),
-    [
-        ("{}", (0.0, 1.0)),
-        ("{missing_eos_penalty: 0.5}", (-0.5, 1.0)),
-        ("{terms: [{kind: exact_match, weight: 2}, {kind: length, target: 3}]}", (-math.inf, math.inf)),
-        ("{terms: [{kind: exact_match}, {kind: format, weight: -1}]}", (-2.0, 1.0)),
-    ],
-)
-def test_the_possible_range_of_scores(reward: str, possible: tuple[float, float]) -> None:
-    assert metrics.score_range(small_config(f"reward={reward}")) == possible
-
-
 def test_a_setting_has_one_colour_on_every_panel_also_where_another_has_no_curve() -> None:
-    both = pd.DataFrame({"iteration": [0, 1] * 2, "metric": ["score"] * 2 + ["entropy"] * 2, "value": 0.5})
+    both = pd.DataFrame({"iteration": [0, 1] * 2, "metric": ["score_mean"] * 2 + ["entropy"] * 2, "value": 0.5})
     both[["low", "high"]] = math.nan
-    drawn = [curves.Curves("first", both[both["metric"] == "score"]), curves.Curves("second", both, (both, both))]
-    wanted = [metric for metric in metrics.LEARNING if metric.key in ("score", "entropy")]
+    drawn = [curves.Curves("first", both[both["metric"] == "score_mean"]), curves.Curves("second", both, (both, both))]
+    wanted = [metric for metric in metrics.LEARNING if metric.key in ("score_mean", "entropy")]
     score, entropy = (figure.chart for figure in curves.metric_figures(wanted, drawn))
     assert 'class="line stroke0"' in score
     assert 'class="line stroke1"' in score
@@ -95,10 +82,12 @@ def test_a_setting_has_one_colour_on_every_panel_also_where_another_has_no_curve
 
 
 def test_lines_that_hide_each_other_are_named_below_their_chart() -> None:
-    both = pd.DataFrame({"iteration": [0, 1], "metric": ["score"] * 2, "value": [0.5, 0.6], "low": 0.0, "high": 1.0})
+    both = pd.DataFrame(
+        {"iteration": [0, 1], "metric": ["score_mean"] * 2, "value": [0.5, 0.6], "low": 0.0, "high": 1.0}
+    )
     other = both.assign(value=[0.5, 0.7])
     drawn = [curves.Curves("a", both), curves.Curves("b", other), curves.Curves("c", both.copy())]
-    wanted = [metric for metric in metrics.LEARNING if metric.key == "score"]
+    wanted = [metric for metric in metrics.LEARNING if metric.key == "score_mean"]
     (figure,) = curves.metric_figures(wanted, drawn)
     assert figure.caption.endswith("the same line: `a` and `c`.")
     (figure,) = curves.metric_figures(wanted, drawn[:2])
@@ -130,14 +119,12 @@ def test_a_scan_agrees_with_what_training_recorded(deterministic_run: Path) -> N
     measured = iterations[iterations["eval_accuracy"].notna()]
     assert held_out["iteration"].tolist() == [*measured["iteration"], len(iterations)]
     assert held_out["value"].tolist() == [*measured["eval_accuracy"], float(facts.manifest.final["eval_accuracy"])]
-    recorded = {
-        "score": "score_mean", "accuracy": "accuracy", "ref_kl_per_sequence": "ref_kl_per_sequence",
-        "entropy": "entropy", "response_length": "response_length_mean", "explained_variance": "explained_variance",
-    }  # fmt: skip
-    for metric, column in recorded.items():
-        values = scan.curves[scan.curves["metric"] == metric].sort_values("iteration")["value"].to_numpy()
+    recorded = [metric.key for metric in metrics.LEARNING if metric.source == "samples"]
+    assert recorded
+    for column in recorded:
+        values = scan.curves[scan.curves["metric"] == column].sort_values("iteration")["value"].to_numpy()
         # training adds up exactly, pandas in some order: float64 rounding of a few hundred terms
-        assert values == pytest.approx(iterations[column].to_numpy(), rel=1e-12), metric
+        assert values == pytest.approx(iterations[column].to_numpy(), rel=1e-12), column
     weighted = (steps["clip_fraction"] * steps["tokens"]).groupby(steps["iteration"]).sum().to_numpy()
     assert scan.flags[["clip_high", "clip_low", "clip_dual"]].sum(axis=1).to_numpy() == pytest.approx(weighted)
     visits = int(steps["tokens"].sum())

@@ -280,9 +280,9 @@ def test_rows_whose_inputs_fill_the_positions_of_the_model_and_longer_ones(
     [
         (lambda v: v, "", {"none", "floating_point_noise"}, None),
         pytest.param(
-            lambda v: v / math.log(2), "in base 2, not in nats", {"unknown"}, "mean_abs is", marks=pytest.mark.slow
+            lambda v: v / math.log(2), "in base 2, not in nats", {"unknown"}, "abs_mean is", marks=pytest.mark.slow
         ),
-        (lambda v: [*v[1:], -3.0], "each entry is of the token +1 places on", {"off_by_one"}, "mean_abs is"),
+        (lambda v: [*v[1:], -3.0], "each entry is of the token +1 places on", {"off_by_one"}, "abs_mean is"),
         (lambda v: 0.0 * v, "numbers are exactly 0; nothing was recorded", {"unknown"}, "nothing was recorded"),
         (lambda v: -v, "minus the log-prob (a loss)", {"unknown"}, "numbers are above 0"),
     ],
@@ -311,7 +311,7 @@ def test_audit_diagnosis_and_guard_agree_about_a_dump(
     assert of_pairs.verdict in verdicts
     assert of_pairs.evidence["tokens"] == found["tokens"]
     if guard is None:
-        assert_mismatch_below(path, mean_abs=1e-5)
+        assert_mismatch_below(path, abs_mean=1e-5)
     else:
         with pytest.raises(AssertionError, match=guard):
-            assert_mismatch_below(path, mean_abs=1e-5)
+            assert_mismatch_below(path, abs_mean=1e-5)

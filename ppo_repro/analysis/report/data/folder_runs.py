@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from ppo_repro.analysis.report.data.metrics import ANY, PageContent, Quantity, score_range
+from ppo_repro.analysis.report.data.metrics import ANY, PageContent, Quantity
 from ppo_repro.analysis.report.data.run_curves import OneRun, read_run
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.files import MANIFEST, folders_with
@@ -151,7 +151,7 @@ def largest_possible(runs: FolderRuns, result: Quantity) -> float:
     if not result.is_score:
         low, high = next((m.possible for m in runs.content.metrics if m.key == result.key and m.possible), ANY)
         return high - low
-    ends = [score_range(run.facts.config) for run in runs.listed if isinstance(run.facts.config, RunConfig)]
+    ends = [run.facts.config.reward.score_range for run in runs.listed if isinstance(run.facts.config, RunConfig)]
     return max(high for _, high in ends) - min(low for low, _ in ends)
 
 

@@ -6,8 +6,6 @@ import math
 from dataclasses import KW_ONLY, dataclass
 from typing import Literal
 
-from ppo_repro.config.run import RunConfig
-
 Range = tuple[float, float]
 ANY: Range = (-math.inf, math.inf)
 SHARE: Range = (0.0, 1.0)
@@ -18,10 +16,11 @@ POSITIVE: Range = (0.0, math.inf)
 class Plotted:
     """A metric with a figure of its own, whose curves are over iterations or steps.
 
-    `source` is the recorded table with the column `key`; the rows of a metric of `samples` are computed.
+    `source` is the recorded table from which `key` is read; a metric of `samples` is computed from responses, for its
+    error band. It has the name of its column in `iterations`, if there is one.
     """
 
-    key: str  # its name in the frames of curves
+    key: str  # the recorded column; its name in the frames of curves
     source: Literal["samples", "iterations", "steps"]
     title: str
     unit: str
@@ -94,10 +93,10 @@ DRAWS = Plotted("excess", "samples", "Draws", "nats", band=_ERROR,
     caption="Mean of log p(token) + entropy: 0 for tokens drawn from p, above 0 if likely tokens are preferred")
 # a metric that a run does not have is left out
 LEARNING = (
-    Plotted("score", "samples", "Score", "score", band=_ERROR, possible=None,
+    Plotted("score_mean", "samples", "Score", "score", band=_ERROR, possible=None,
         caption="Mean score of the sampled responses"),
     Plotted("accuracy", "samples", "Accuracy, sampled", "share", band=_ERROR, possible=SHARE,
-        accuracy_of="score",
+        accuracy_of="score_mean",
         caption="Share of correct sampled responses"),
     Plotted("eval_accuracy", "iterations", "Accuracy, held out", "share", band=_AT_THE_END, possible=SHARE,
         accuracy_of="eval_score",
@@ -109,7 +108,7 @@ LEARNING = (
         caption="KL(policy || reference), exact over the vocabulary, mean over the responses"),
     Plotted("entropy", "samples", "Entropy", "nats", possible=POSITIVE,
         caption="Entropy of the policy before the update, mean over all tokens"),
-    Plotted("response_length", "samples", "Response length", "tokens", band=_ERROR, possible=POSITIVE,
+    Plotted("response_length_mean", "samples", "Response length", "tokens", band=_ERROR, possible=POSITIVE,
         caption="Mean over the responses"),
     _EXPLAINED_VARIANCE,
 )
@@ -128,7 +127,7 @@ OPTIMISATION = (
         caption="Weight of KL(anchor || new)"),
 )
 CONTROL_LEARNING = (
-    Plotted("episode_return", "samples", "Return of training episodes", "return", band=_ERROR,
+    Plotted("episode_return_mean", "samples", "Return of training episodes", "return", band=_ERROR,
         caption="Mean return of the episodes that ended in the iteration"),
     Plotted("eval_return", "iterations", "Return, likeliest actions", "return", band=_AT_THE_END,
         caption="Mean return of whole episodes before the update"),
@@ -177,7 +176,7 @@ CONTENT = {
         optimisation=OPTIMISATION,
         first_chart=(
             Quantity("eval_score", "score, held out", "held out, greedy"),
-            Quantity("score", "score", "sampled ± standard error"),
+            Quantity("score_mean", "score", "sampled ± standard error"),
         ),
         samples="responses",
         results=(
@@ -193,7 +192,7 @@ CONTENT = {
         optimisation=CONTROL_OPTIMISATION,
         first_chart=(
             Quantity("eval_return", "return", "likeliest actions"),
-            Quantity("episode_return", "return", "training episodes ± standard error"),
+            Quantity("episode_return_mean", "return", "training episodes ± standard error"),
         ),
         samples="episodes",
         results=(
@@ -214,15 +213,3 @@ CONTENT = {
         figures_by_step=DPO_STEPS,
     ),
 }
-LARGEST = {"exact_match": 1.0, "steps": 1.0, "format": 2.0}  # score of a reward term whose smallest score is 0
-
-
-def score_range(config: RunConfig) -> Range:
-    """Return the smallest and largest score that the reward terms can give; infinite if a term has no limit."""
-    low, high = -config.reward.missing_eos_penalty, 0.0
-    for term in config.reward.terms:
-        largest = LARGEST.get(term.kind, math.inf)
-        smallest = 0.0 if term.kind in LARGEST else -math.inf
-        ends = sorted((term.weight * smallest, term.weight * largest)) if term.weight else (0.0, 0.0)
-        low, high = low + ends[0], high + ends[1]
-    return low, high

@@ -114,11 +114,11 @@ def sampled_points(iteration: int, sequences: pd.DataFrame, tokens: pd.DataFrame
         return np.asarray(np.bincount(owner, tokens[name].to_numpy(np.float64), len(sequences)), dtype=np.float64)
 
     estimates = {
-        "score": clusters.mean(sequences["scores"].to_numpy(np.float64)),
+        "score_mean": clusters.mean(sequences["scores"].to_numpy(np.float64)),
         "accuracy": clusters.mean(sequences["is_correct"].to_numpy(np.float64)),
         "ref_kl_per_sequence": clusters.mean(per_sequence("ref_kl")),
         "entropy": clusters.ratio_of_sums(per_sequence("entropies"), lengths),
-        "response_length": clusters.mean(lengths),
+        "response_length_mean": clusters.mean(lengths),
         "excess": Ratio(drawn.mean, drawn.error),
     }
     return [_point(iteration, name, estimate) for name, estimate in estimates.items()]
@@ -161,7 +161,7 @@ def first_and_last(metrics: Sequence[Plotted], curves: pd.DataFrame) -> pd.DataF
 
 def return_points(iteration: int, returns: Floats) -> list[Point]:
     """Return the mean return of the episodes that ended in an iteration; [] if none ended."""
-    return [_point(iteration, "episode_return", clusters.mean(returns))] if len(returns) else []
+    return [_point(iteration, "episode_return_mean", clusters.mean(returns))] if len(returns) else []
 
 
 def _point(iteration: int, metric: str, estimate: Ratio) -> Point:

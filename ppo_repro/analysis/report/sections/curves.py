@@ -13,7 +13,7 @@ from ppo_repro.analysis.html.markup import number
 from ppo_repro.analysis.html.page import Figure, Section
 from ppo_repro.analysis.report.data.metrics import Plotted, Range
 from ppo_repro.analysis.report.data.run_facts import Facts
-from ppo_repro.analysis.significance import one_sample, t_interval
+from ppo_repro.analysis.significance import finite_of, one_sample, t_interval
 from ppo_repro.statistics.clusters import Floats
 
 
@@ -44,8 +44,7 @@ def over_seeds(runs: Sequence[pd.DataFrame], metrics: Sequence[Plotted], score: 
     ranges = {metric.key: score if metric.possible is None else metric.possible for metric in metrics}
     rows = []
     for (metric, iteration), group in pd.concat(runs).groupby(["metric", "iteration"]):
-        values = group["value"].to_numpy(np.float64)
-        values = values[np.isfinite(values)]
+        values, _ = finite_of(group["value"])  # the column `seeds` counts them
         if len(values):
             estimate = one_sample(values)
             ends = (values.min(), values.max()) if len(values) < MANY_SEEDS else t_interval(estimate, 0.95)

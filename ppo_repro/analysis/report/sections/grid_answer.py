@@ -13,7 +13,7 @@ from ppo_repro.analysis.html.markup import number, table
 from ppo_repro.analysis.html.page import Card, Verdict, scrolled
 from ppo_repro.analysis.report.data.metrics import Quantity
 from ppo_repro.analysis.report.sections.curves import MANY_SEEDS
-from ppo_repro.analysis.significance import detectable, holm
+from ppo_repro.analysis.significance import detectable, finite_of, holm
 from ppo_repro.config.files import read_tree
 from ppo_repro.records.grid import CELLS, GRID, axes_of, read_grid_table
 
@@ -67,7 +67,9 @@ def main_effects(folder: Path, finals: pd.DataFrame, result: Quantity) -> pd.Dat
         others = joined[[name for name in axes if name != axis]].agg(", ".join, axis=1)
         if others.groupby(joined[axis]).apply(lambda names: tuple(sorted(names))).nunique() > 1:
             continue
-        means = pd.DataFrame(joined.groupby([axis, "seed"], as_index=False, sort=False)[result.key].mean())
+        # a seed that lacks a value has no mean, and so its label no difference
+        by_seed = joined.groupby([axis, "seed"], as_index=False, sort=False)[result.key]
+        means = pd.DataFrame(by_seed.agg(lambda values: values.mean(skipna=False)))
         first = str(means[axis].iloc[0])
         compared = comparisons(means.rename(columns={axis: "point"}), result.key, first)
         compared_axes.append(compared.assign(axis=axis.removeprefix("axis."), first=first))
@@ -87,8 +89,8 @@ def main_effects(folder: Path, finals: pd.DataFrame, result: Quantity) -> pd.Dat
 def _columns(compared: pd.DataFrame, name: str) -> dict[str, list[str]]:
     """Return the columns `name`, 95 % interval and p of a table, from a frame of `comparisons`."""
     return {
-        name: [f"{difference:+.3f}" for difference in compared["difference"]],
-        # NaN if all seeds have the same difference
+        name: ["not finite" if math.isnan(d) else f"{d:+.3f}" for d in compared["difference"]],
+        # NaN also if all seeds have the same difference
         "95 % interval": [f"{number(row.ci_lo, 3)} to {number(row.ci_hi, 3)}" for row in compared.itertuples()],
         "p": [number(p, 3) for p in compared["p_holm"]],
     }
@@ -117,6 +119,8 @@ def _answer(
     ]
     test = f"paired t-tests over {count} seeds, Holm's correction, p below 0.05"
     answer = f"{is_clear.sum()} of {len(compared)} settings differ from `{points[0]}` in {result.title} ({test})."
+    if lost := int(compared["difference"].isna().sum()):
+        answer += f" {lost} of {len(compared)} cannot be compared, because a result is not finite."
     detected = _detectable(finals, result.key, points)
     undetected = float(pd.Series(detected)[~is_clear].max())
     if undetected > largest:
@@ -141,12 +145,19 @@ def _answer(
 def _detectable(finals: pd.DataFrame, column: str, points: Sequence[str]) -> list[float]:
     """Return the difference that Holm's first test detects with probability 0.8, for each setting but the first."""
     first, *others = (finals[finals["point"] == point].set_index("seed")[column] for point in points)
-    return [detectable(float((values - first).std(ddof=1)), len(first), 0.05 / len(others)) for values in others]
+    return [
+        detectable(float((values - first).std(ddof=1, skipna=False)), len(first), 0.05 / len(others))
+        for values in others
+    ]
 
 
 def spread(values: pd.Series) -> str:
-    """Return mean and interval as text; mean, smallest and largest value of fewer than MANY_SEEDS seeds."""
-    if len(values) >= MANY_SEEDS:
+    """Return mean and interval as text; mean, smallest and largest value of fewer than MANY_SEEDS seeds.
+
+    Values that are not finite are counted and left out.
+    """
+    finite, others = finite_of(values)
+    if len(values) >= MANY_SEEDS or not len(finite):
         return with_half_width(values)
-    ends = f" ({values.min():.3f} to {values.max():.3f})" if len(values) > 1 else ""
-    return f"{values.mean():.3f}{ends}"
+    ends = f" ({finite.min():.3f} to {finite.max():.3f})" if len(finite) > 1 else ""
+    return f"{finite.mean():.3f}{ends}{others}"

@@ -11,11 +11,19 @@ from ppo_repro.analysis.agreement import Agreement
 from ppo_repro.analysis.html.markup import number, sentence, share
 from ppo_repro.analysis.html.page import Verdict
 from ppo_repro.analysis.report.data.run_facts import Facts
-from ppo_repro.config.algorithm import KLInReward
 from ppo_repro.config.control import ControlConfig
 from ppo_repro.config.mismatch import SamplerFaults, TrainerFaults
 from ppo_repro.config.run import RunConfig
-from ppo_repro.runs.summary import MANY_CUT, change, cut_at_the_limit, cut_fraction, not_promised
+from ppo_repro.runs.summary import (
+    MANY_CUT,
+    are_drawn,
+    change,
+    cut_at_the_limit,
+    cut_fraction,
+    evaluated_results,
+    not_promised,
+    sampled_means,
+)
 from ppo_repro.statistics.draws import Draws
 
 
@@ -51,19 +59,15 @@ def _changes_of_returns(facts: Facts, config: ControlConfig, iterations: pd.Data
 
 
 def _changes_of_scores(facts: Facts, config: RunConfig, iterations: pd.DataFrame) -> list[Verdict]:
-    measured = [("eval_accuracy", "Held-out accuracy")] if facts.is_judged else []
-    if not measured or any(term.kind != "exact_match" for term in config.reward.terms):
-        measured.insert(0, ("eval_score", "Held-out score"))
-    own = facts.without_copied(iterations)  # the origin of a fork may have other rewards
-    first, last = (float(own["score_mean"].iloc[i]) for i in (0, -1))
+    results = evaluated_results(config.reward, facts.is_judged)
+    # the origin of a fork may have other rewards
+    (_, scores), *rewards = sampled_means(config, facts.without_copied(iterations)).items()
+    rewarded = "".join(f"; their mean {words} {change(*means)}" for words, means in rewards)
     kl = number(float(iterations["ref_kl_per_sequence"].iloc[-1]), 3)
     how = f"greedy, {number(config.task.num_eval_prompts)} prompts"
-    rewards = [float(own["reward_mean"].iloc[i]) for i in (0, -1)]
-    has_penalty = isinstance(config.kl, KLInReward) and config.kl.kl_coef > 0
-    rewarded = f"; their mean reward, the score minus the KL penalty, {change(*rewards)}" if has_penalty else ""
     return [
-        *(_evaluated(facts, iterations, column, name, how) for column, name in measured),
-        Verdict("fact", f"Mean score of the sampled responses {change(first, last)}{rewarded}."),
+        *(_evaluated(facts, iterations, f"eval_{result}", f"Held-out {result}", how) for result in results),
+        Verdict("fact", f"Mean score of the sampled responses {change(*scores)}{rewarded}."),
         Verdict("fact", f"KL(policy || reference) at last: {kl} nats per response (exact, mean over the responses)."),
     ]
 
@@ -105,8 +109,7 @@ def on_policy(facts: Facts, counted: Agreement, draws: Draws) -> list[Verdict]:
         right = f"Values computed again in the first minibatches agree on every bit ({rows:,} {unit})."
         wrong = f"{share(other, rows)} of values differ when computed again ({other:,} of {rows:,})."
         verdicts.append(_counted(other, right, wrong))
-    # tokens that were encoded again were not drawn
-    if draws.tokens and not (isinstance(config, RunConfig) and config.mismatch.trainer.retokenize):
+    if draws.tokens and (isinstance(config, ControlConfig) or are_drawn(config)):
         verdicts.append(_counted(int(draws.is_wrong), sentence(draws.sentence()), draws.sentence()))
     if isinstance(config, RunConfig):
         verdicts += [Verdict("fact", f"{text}.") for text in not_promised(config)]

@@ -37,9 +37,12 @@ def with_half_width(values: pd.Series, form: str = "{:.3f}") -> str:
 
 
 def mean_text(values: pd.Series, form: str) -> str:
-    """Return the mean as text. Values that are not finite are counted and left out."""
+    """Return the mean as text; values that are not finite are counted and left out.
+
+    The text is "none" if no value is finite, as the explained variance of runs without a value model.
+    """
     finite, others = finite_of(values)
-    return form.format(finite.mean()) + others if len(finite) else "not finite"
+    return form.format(finite.mean()) + others if len(finite) else "none"
 
 
 def measures_table(cells: pd.DataFrame, measure: str) -> pd.DataFrame:

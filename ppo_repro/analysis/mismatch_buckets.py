@@ -13,10 +13,10 @@ import numpy as np
 import pandas as pd
 
 from ppo_repro.analysis.buckets import DOUBLING, ENTROPIES, PROBABILITIES, bucket_of
+from ppo_repro.records.logprob_pairs import LAG, ROUTE, ROUTES, TURN
 from ppo_repro.statistics import clusters
 from ppo_repro.statistics.clusters import Floats
 from ppo_repro.statistics.mismatch import MismatchSums, merged_sums, metric_values, mismatch_sums
-from ppo_repro.testing.pairs import LAG, ROUTE, ROUTES, TURN
 
 # edges of the buckets of each kind, in its unit
 BUCKET_EDGES = {

@@ -15,10 +15,10 @@ import numpy.typing as npt
 import pandas as pd
 
 from ppo_repro.base.errors import UserError
+from ppo_repro.records.logprob_pairs import KEY, PAIR
 from ppo_repro.statistics.bits import in_bfloat16, in_float16
 from ppo_repro.statistics.kl import Floats
 from ppo_repro.testing.dumps import ROUNDING
-from ppo_repro.testing.pairs import KEY, PAIR
 
 # optional columns, each of which parts the sequences in two groups: 0 at all tokens, and above 0 at some token
 GroupColumn = Literal["pad_length", "steps_since_sync", "id_differs", "prompt_differs"]

@@ -29,9 +29,9 @@ from ppo_repro.models.networks import ValueModel, hidden_states
 from ppo_repro.models.state import Digests, Stream, TrainState
 from ppo_repro.numerics.optimizer import Optimizer
 from ppo_repro.ppo.losses import value_losses
-from ppo_repro.stages.agreement import require_first_step_agrees, require_sampler_agrees
 from ppo_repro.stages.coefficients import next_coefficients, set_learning_rates
 from ppo_repro.stages.cross_check import cross_check
+from ppo_repro.stages.equal_bits import require_first_step_agrees, require_sampler_agrees
 from ppo_repro.stages.forward import kl_terms_of, policy_pass, score_rollout, values_in_reward_units
 from ppo_repro.stages.rewards import check_rewards, compute_advantages, compute_rewards, evaluate
 from ppo_repro.stages.rollout import Task, choose_prompts, roll_out

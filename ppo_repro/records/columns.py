@@ -24,7 +24,7 @@ from ppo_repro.numerics.sums import mean_of, run_sums
 from ppo_repro.ppo.advantages import explained_variance
 from ppo_repro.ppo.corrections import correction_names
 from ppo_repro.ppo.objectives import flag_names
-from ppo_repro.preferences.pairs import Preference
+from ppo_repro.preferences.preference_pairs import Preference
 from ppo_repro.preferences.training import PreferenceStep, RewardTraining
 from ppo_repro.records import schema
 from ppo_repro.records.arrow import to_arrow

@@ -2,7 +2,7 @@
 
 A chunk is a frame of pairs, of a run or of a dump (`testing.pairs`). It has one row per token, in the order of KEY, and
 the columns PAIR: the place of the token, its id, and its float32 log-probs (nats) by the sampler (a) and by the trainer
-(b). `statistics.mismatch` measures how far apart they are. If the source has them, a chunk also has the columns
+(b). `statistics.mismatch_metrics` measures how far apart they are. If the source has them, a chunk also has the columns
 
     entropies, log_kept_mass: float32, nats
     prob_sq_sums: float32, sums of the squared probabilities

@@ -28,7 +28,7 @@ from ppo_repro.runs.kind import Config, Item, RunKind
 from ppo_repro.runs.machine_memory import require_memory
 from ppo_repro.runs.machines import files_of, on_every_machine
 from ppo_repro.runs.starting_point import Start
-from ppo_repro.stages.agreement import UnequalBits
+from ppo_repro.stages.equal_bits import UnequalBits
 
 OUR_FILES = ("task.chat_template", "task.dataset")  # fields whose functions are of this package
 NO_TRACKING: AbstractContextManager[object] = nullcontext()

@@ -1,7 +1,7 @@
 """Sum what tells the cause of a mismatch: the pattern of delta over the tokens of one iteration.
 
 `delta = logprobs_b - logprobs_a` (trainer minus sampler, nats), all arithmetic in float64 on the recorded float32.
-`statistics.mismatch` sums how large delta is.
+`statistics.mismatch_metrics` sums how large delta is.
 """
 
 from __future__ import annotations

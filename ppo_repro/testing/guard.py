@@ -12,7 +12,7 @@ from ppo_repro.base.errors import UserError
 from ppo_repro.records import reader
 from ppo_repro.records.logprob_pairs import KEY, pairs_of_iteration
 from ppo_repro.statistics.draws import NONE, Draws, draws_of
-from ppo_repro.statistics.mismatch import metric_values, mismatch_sums, with_mismatch
+from ppo_repro.statistics.mismatch_metrics import metric_values, mismatch_sums, with_mismatch
 from ppo_repro.testing.dumps import Names, impossible
 from ppo_repro.testing.pairs import Source, imported_pairs, is_run
 

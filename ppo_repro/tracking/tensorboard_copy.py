@@ -14,7 +14,7 @@ from ppo_repro.records.folder import CONFIG_NAME, check_config
 from ppo_repro.records.manifest import Head
 from ppo_repro.records.notes import end_time, start_time
 from ppo_repro.tracking.following import IsOver, follow
-from ppo_repro.tracking.numbers import Scalar, sentences
+from ppo_repro.tracking.scalars import Scalar, sentences
 
 if TYPE_CHECKING:
     from tensorboardX import SummaryWriter

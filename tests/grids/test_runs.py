@@ -16,9 +16,9 @@ from ppo_repro.base.errors import UserError
 from ppo_repro.base.lock import has_writer, only_writer
 from ppo_repro.grids import grid as grid_module
 from ppo_repro.grids.cell import Order, cell_state, finish_cell, record_result, run_of, start_cell
-from ppo_repro.grids.clusters import Ray
 from ppo_repro.grids.executor import Executor, Processes, Results
 from ppo_repro.grids.grid import Outcome, lines, run_grid
+from ppo_repro.grids.ray_and_slurm import Ray
 from ppo_repro.grids.spec import Cell, load_grid
 from ppo_repro.records import manifest, reader
 from ppo_repro.records.folder import load_any_recorded_config

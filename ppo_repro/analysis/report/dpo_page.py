@@ -19,7 +19,7 @@ from ppo_repro.analysis.html.page import (
 from ppo_repro.analysis.report.data.run_curves import run_curves, summary_tables
 from ppo_repro.analysis.report.data.run_facts import Facts, repeating
 from ppo_repro.analysis.report.sections.curves import Curves, metric_figures, run_chart, step_figure
-from ppo_repro.analysis.report.sections.distributions import distribution_figure
+from ppo_repro.analysis.report.sections.histograms import distribution_figure
 from ppo_repro.analysis.report.sections.terms import terms
 from ppo_repro.records import reader
 from ppo_repro.runs.summary import summarise

@@ -13,8 +13,8 @@ from ppo_repro.analysis.report.data.run_facts import Facts, repeating
 from ppo_repro.analysis.report.data.token_data import token_data
 from ppo_repro.analysis.report.sections import curves, verdicts
 from ppo_repro.analysis.report.sections.curves import Curves
-from ppo_repro.analysis.report.sections.distributions import change_figures
 from ppo_repro.analysis.report.sections.held_out import samples_section
+from ppo_repro.analysis.report.sections.histograms import change_figures
 from ppo_repro.analysis.report.sections.ratios_and_clipping import clipping_section
 from ppo_repro.analysis.report.sections.sampler_and_trainer import cause_of, mismatch_section
 from ppo_repro.analysis.report.sections.terms import terms

@@ -19,7 +19,7 @@ from ppo_repro.analysis.mismatch_buckets import bucket_table
 from ppo_repro.analysis.report.data.page_numbers import DELTA_EDGES, Counts
 from ppo_repro.analysis.report.data.run_facts import Facts
 from ppo_repro.records.logprob_pairs import LAG, ROUTE, ROUTES, TURN, run_evidence
-from ppo_repro.statistics.mismatch import with_mismatch
+from ppo_repro.statistics.mismatch_metrics import with_mismatch
 from ppo_repro.testing.diagnosis import diagnose_sums
 from ppo_repro.testing.evidence import PatternSums, pattern_sums
 

@@ -40,7 +40,7 @@ _ROWS_AT_ONCE = 1024  # of kept tokens, which are whole vocabularies while they 
 _WORDS: Mapping[str, Callable[[Tensor], list[str]]] = {"clip_flag": flag_names, "correction": correction_names}
 
 
-def iteration_tables(item: Iteration, config: RunConfig) -> dict[str, pa.Table]:
+def arrow_tables(item: Iteration, config: RunConfig) -> dict[str, pa.Table]:
     """Make the five tables of one iteration, and a sixth with the held-out responses if the iteration has some."""
     level = config.records.level
     columns = {

@@ -13,7 +13,7 @@ import pandas as pd
 
 from ppo_repro.analysis.html.charts import Axis, Line, axis_for, bar_chart, line_chart
 from ppo_repro.analysis.html.markup import number
-from ppo_repro.analysis.html.page import Figure, Section, Verdict
+from ppo_repro.analysis.html.page import Figure, Section, Statement
 from ppo_repro.analysis.mismatch import IterationMismatch, mismatch_by_iteration, mismatch_table
 from ppo_repro.analysis.mismatch_buckets import bucket_table
 from ppo_repro.analysis.report.data.page_numbers import DELTA_EDGES, Counts
@@ -57,7 +57,7 @@ BUCKETS = {
 SHOWN = ["lo", "hi", "n_tokens", "abs_mean", "abs_p99", "abs_max"]  # columns of the numbers below a figure of buckets
 
 
-def cause_of(facts: Facts) -> tuple[list[Verdict], list[Figure]]:
+def cause_of(facts: Facts) -> tuple[list[Statement], list[Figure]]:
     """Diagnose why sampler and trainer differ, and draw the mismatch by probability, position, lag, turn and route.
 
     This reads the run once more, because only a run with unequal log-probs needs the other columns.
@@ -73,7 +73,7 @@ def cause_of(facts: Facts) -> tuple[list[Verdict], list[Figure]]:
     text = f"Cause of the difference: {cause.verdict}{untested} (tier {cause.tier}).".replace("_", " ")
     drawn = [bucket_figure(filled_buckets(buckets, kind), kind) for kind in BUCKETS if (buckets["kind"] == kind).any()]
     divergence = divergence_figure(divergences[["iteration", "metric", "value", "se"]])
-    return [Verdict("fact", f"{text} {cause.advice}")], [*drawn, divergence]
+    return [Statement("fact", f"{text} {cause.advice}")], [*drawn, divergence]
 
 
 def mismatch_section(counts: Counts, by_bucket: list[Figure], draws: list[Figure]) -> Section:

@@ -55,7 +55,7 @@ def run_page(facts: Facts, responses: int) -> str:
     ]
     data = None
     if responses and len(numbers.responses):
-        data = token_data(facts.run_dir, choose_responses(numbers.responses, responses))
+        data = token_data(facts.run_dir, facts.manifest, choose_responses(numbers.responses, responses))
         sections.append(token_section(data, len(numbers.responses)))
     return page(facts.name, cards, sections, data)
 

@@ -150,7 +150,8 @@ def test_a_scan_agrees_with_what_training_recorded(deterministic_run: Path) -> N
 
 def test_the_token_view_has_what_the_records_have(native_run: Path) -> None:
     facts = read_facts(native_run)
-    data = token_data(native_run, choose_responses(read_page_numbers(facts, *summary_tables(facts)).responses, 12))
+    chosen = choose_responses(read_page_numbers(facts, *summary_tables(facts)).responses, 12)
+    data = token_data(native_run, facts.manifest, chosen)
     assert len(data["responses"]) == 12
     keys = [column["key"] for column in data["columns"]]
     assert {"delta", "ratio_0", "ratio_1", "flag_0", "flag_1", "values", "advantages", "ref_kl"} <= set(keys)

@@ -17,6 +17,7 @@ from ppo_repro.analysis.recorded_flags import flag_legend
 from ppo_repro.analysis.report.data.chosen_responses import REASONS
 from ppo_repro.base.errors import UserError
 from ppo_repro.records import reader
+from ppo_repro.records.manifest import Manifest
 
 DIGITS = 6
 NULLABLE = ("values", "returns", "ratio_")
@@ -55,15 +56,15 @@ _READ = [
 _READ_SEQUENCES = ["iteration", "sequence", "prompt", "response", "answer", "scores", "finish_reason"]
 
 
-def token_data(run_dir: Path, selected: pd.DataFrame) -> dict[str, Any]:
+def token_data(run_dir: Path, recorded: Manifest, selected: pd.DataFrame) -> dict[str, Any]:
     """Return the data that the page embeds: columns with their scales, and the selected responses token by token."""
     responses: list[dict[str, Any]] = []
     names = ["iteration", "epoch", "sequence", "position", "ratios", "clip_flag"]
     for iteration, rows in selected.groupby("iteration", sort=True):
         one = [int(str(iteration))]
-        sequences = reader.read_sequences(run_dir, iterations=one, columns=_READ_SEQUENCES, allow_incomplete=True)
-        tokens = reader.read_tokens(run_dir, iterations=one, columns=_READ, allow_incomplete=True)
-        updates = reader.read_updates(run_dir, iterations=one, columns=names, allow_incomplete=True)
+        sequences = reader.read_sequences(run_dir, iterations=one, columns=_READ_SEQUENCES, recorded=recorded)
+        tokens = reader.read_tokens(run_dir, iterations=one, columns=_READ, recorded=recorded)
+        updates = reader.read_updates(run_dir, iterations=one, columns=names, recorded=recorded)
         responses += responses_by_token(sequences, tokens, updates, rows, f"{run_dir}: iteration {iteration}")
     return view_data(responses)
 

@@ -208,6 +208,18 @@ def test_differences_of_which_none_can_be_drawn_are_a_sentence(native_run: Path,
     assert f"{int(unequal.sum()):,} log-prob differences. No figure includes them." in said
 
 
+def test_a_page_without_a_finite_difference_says_so(native_run: Path, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(native_run, tmp_path / native_run.name))
+    for iteration in range(3):
+        rewrite_cell(run, "tokens", iteration, "rollout_logprobs", lambda values: np.full(len(values), np.nan))
+    said, control = text_of(build.page_of(run, 0)), text_of(seen(native_run))
+    for sentence in (
+        "Cause of the difference: unknown, because no token has two finite log-probs.",
+        "No difference is finite, so there is no distribution of them to draw.",
+    ):
+        assert [sentence in text for text in (said, control)] == [True, False]
+
+
 def test_a_page_without_a_finite_ratio_says_so(native_run: Path, tmp_path: Path) -> None:
     run = Path(shutil.copytree(native_run, tmp_path / native_run.name))
     for iteration in range(3):

@@ -66,6 +66,8 @@ def cause_of(facts: Facts) -> tuple[list[Statement], list[Figure]]:
     for pairs in run_evidence(facts.run_dir, facts.manifest):
         measured += mismatch_by_iteration([pairs])
         patterns.append(pattern_sums(with_mismatch(pairs)))
+    if not any(pattern.tokens for pattern in patterns):
+        return [Statement("fact", "Cause of the difference: unknown, because no token has two finite log-probs.")], []
     metrics, buckets = mismatch_table(measured), bucket_table([part.buckets for part in measured])
     divergences = metrics[metrics["metric"].isin(["k1", "k3"]) & (metrics["reduction"] == "token_mean")]
     cause = diagnose_sums([part.sums for part in measured], patterns)
@@ -81,9 +83,9 @@ def mismatch_section(counts: Counts, by_bucket: list[Figure], draws: list[Figure
     unequal, title = int(counts.deltas.sum()), "Sampler and trainer"
     equal = counts.agreement.tokens - unequal - counts.nonfinite_deltas
     if not unequal:
-        which = f"All {equal:,} finite" if counts.nonfinite_deltas else f"All {equal:,}"
-        note = f"{which} differences are exactly 0, so there is no distribution of them to draw."
-        return Section("mismatch", title, [note], draws)
+        finite = " finite" if counts.nonfinite_deltas else ""
+        which = f"All {equal:,}{finite} differences are exactly 0" if equal else "No difference is finite"
+        return Section("mismatch", title, [f"{which}, so there is no distribution of them to draw."], draws)
     delta = delta_figure(counts.deltas, equal)
     return Section("mismatch", title, figures=[delta, *by_bucket, *draws])
 

@@ -58,10 +58,10 @@ def config_changes(before: Experiment, after: Experiment) -> dict[str, list[Any]
 
 def change_lines(changed: Mapping[str, list[Any]]) -> list[str]:
     """Return each change as text, with shortened digests."""
-    return [f"{name}: {shown(before)} -> {shown(after)}" for name, (before, after) in changed.items()]
+    return [f"{name}: {value_text(before)} -> {value_text(after)}" for name, (before, after) in changed.items()]
 
 
-def shown(value: Any) -> str:
+def value_text(value: Any) -> str:
     """Return a value as text; a digest is shortened."""
     if value is None:
         return "none"

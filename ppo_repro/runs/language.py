@@ -37,7 +37,7 @@ from ppo_repro.runs.prepare import Prepared, prepare
 from ppo_repro.runs.starting_point import Start
 from ppo_repro.sampling.faults.sampler import with_faults
 from ppo_repro.sampling.faults.trainer import received
-from ppo_repro.sampling.recorded import Recorded
+from ppo_repro.sampling.recorded_samples import Recorded
 from ppo_repro.sampling.rollout_engine import EngineContext, own_engine, rollout_engine
 from ppo_repro.stages.coefficients import last_kl
 from ppo_repro.stages.rewards import evaluate

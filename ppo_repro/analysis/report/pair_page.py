@@ -17,7 +17,7 @@ from ppo_repro.analysis.report.sections.curves import Curves, curve_sections, in
 from ppo_repro.analysis.report.sections.held_out import evaluations, is_at_the_end, prompt_table, shortened
 from ppo_repro.analysis.report.sections.terms import terms
 from ppo_repro.base.errors import UserError
-from ppo_repro.records.changes import setup_changes, setup_of, shown
+from ppo_repro.records.changes import setup_changes, setup_of, value_text
 from ppo_repro.records.diff import RUN, first_difference
 from ppo_repro.records.label import read_label
 from ppo_repro.records.settings import settings_of
@@ -104,7 +104,7 @@ def _agreement(name: str, run: OneRun) -> list[Statement]:
 def _different(facts: Sequence[Facts]) -> pd.DataFrame:
     """Return the columns field, A, B of all fields, inputs (by SHA-256) and origins of forks that differ."""
     changed = setup_changes(facts[0].run_dir, facts[1].run_dir)
-    rows = [(name, *map(shown, values)) for name, values in sorted(changed.items())]
+    rows = [(name, *map(value_text, values)) for name, values in sorted(changed.items())]
     return pd.DataFrame(rows or [("no field", "the same", "the same")], columns=["field", *NAMES])
 
 

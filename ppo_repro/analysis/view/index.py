@@ -19,8 +19,8 @@ from ppo_repro.records.folder import ENVIRONMENT_NAME, load_recorded_config
 from ppo_repro.records.label import UNLABELLED, Label, read_label
 from ppo_repro.records.manifest import Head
 from ppo_repro.records.notes import resumed_notes
+from ppo_repro.records.run_state import state_of
 from ppo_repro.records.settings import Setting, settings_of
-from ppo_repro.records.state import state_of
 
 BATCH = 64  # iterations read at once
 LOOK_SECONDS = 1.0  # between two looks at the runs

@@ -29,9 +29,9 @@ from ppo_repro.models.networks import ValueModel, hidden_states
 from ppo_repro.models.state import Digests, Stream, TrainState
 from ppo_repro.numerics.optimizer import Optimizer
 from ppo_repro.ppo.losses import value_losses
-from ppo_repro.stages.agreement import require_first_step_agrees, require_sampler_agrees
 from ppo_repro.stages.coefficients import next_coefficients, set_learning_rates
 from ppo_repro.stages.cross_check import cross_check
+from ppo_repro.stages.equal_bits import require_first_step_agrees, require_sampler_agrees
 from ppo_repro.stages.forward import kl_terms_of, policy_pass, score_rollout, values_in_reward_units
 from ppo_repro.stages.rewards import check_rewards, compute_advantages, compute_rewards, evaluate
 from ppo_repro.stages.rollout import Task, choose_prompts, roll_out
@@ -172,22 +172,22 @@ def update(
     if (targets is None) != (state.value_model is None):
         raise ValueError("a value model without targets, or targets without a value model")
     schedule = Schedule(config, state.iteration)
-    for turn in schedule.turns(len(rollout.lengths)):
-        own = micro_batches_of_rank(config.layout, ppo.replay_routes, rollout, turn.sequences, ranks)
-        minibatch = minibatch_of(ppo.aggregation, batch, turn.sequences, own)
+    for planned in schedule.planned_steps(len(rollout.lengths)):
+        own = micro_batches_of_rank(config.layout, ppo.replay_routes, rollout, planned.sequences, ranks)
+        minibatch = minibatch_of(ppo.aggregation, batch, planned.sequences, own)
         of_policy, of_value = None, None
-        if turn.of_policy:
-            stream = ("update", state.iteration, turn.epoch, turn.minibatch)
+        if planned.of_policy:
+            stream = ("update", state.iteration, planned.epoch, planned.minibatch)
             of_policy, of_value = policy_step(config, state, batch, minibatch, ranks, stream)
-            schedule.follow(of_policy)  # may end the policy's turns
-        if separate is not None and targets is not None and turn.of_value:
+            schedule.follow(of_policy)  # may end the policy's steps
+        if separate is not None and targets is not None and planned.of_value:
             of_value = value_step(*separate, targets, minibatch, ranks)
         clock.lap("update")
         digests = state.digests()
         clock.lap("digests")
         step = MinibatchUpdate(
-            epoch=turn.epoch,
-            minibatch=turn.minibatch,
+            epoch=planned.epoch,
+            minibatch=planned.minibatch,
             tokens=minibatch.tokens,
             loss_weights=minibatch.loss_weights,
             policy=of_policy,

@@ -29,7 +29,7 @@ from ppo_repro.config.run import RunConfig
 from ppo_repro.loop import ppo_iterations
 from ppo_repro.numerics import library
 from ppo_repro.records import writer
-from ppo_repro.records.columns import iteration_tables
+from ppo_repro.records.columns import arrow_tables
 from ppo_repro.runs.prepare import Prepared, prepare
 from ppo_repro.sampling.built_in import BuiltInSampler
 
@@ -91,7 +91,7 @@ class Own:
         item = next(self.iterations)
         assert int(item.rollout.lengths.sum()) == SEQUENCES * RESPONSE
         if self.run_dir is not None:
-            writer.RunWriter(self.run_dir).append(item.index, iteration_tables(item, self.config))
+            writer.RunWriter(self.run_dir).append(item.index, arrow_tables(item, self.config))
 
 
 def own(folder: Path, side: str = "highest", ranks: Ranks = ALONE) -> Own:

@@ -12,8 +12,8 @@ import numpy as np
 import pandas as pd
 
 from ppo_repro.records import reader
+from ppo_repro.records.logprob_pairs import KEY
 from ppo_repro.statistics.bits import Float32, iteration_agreement, unequal_bits
-from ppo_repro.testing.pairs import KEY
 
 TOKENS = [*KEY, "rollout_logprobs", "old_logprobs", "values"]
 UPDATES = [*KEY, "epoch", "minibatch", "ratios", "clip_flag", "new_values"]

@@ -13,7 +13,14 @@ import pandas as pd
 from ppo_repro.analysis.mismatch_buckets import Buckets, bucket_sums
 from ppo_repro.analysis.pairs import NO_TOKEN, iteration_of, masked_tokens
 from ppo_repro.base.errors import UserError
-from ppo_repro.statistics.mismatch import METRICS, MismatchSums, merged_sums, metric_table, mismatch_sums, with_mismatch
+from ppo_repro.statistics.mismatch_metrics import (
+    METRICS,
+    MismatchSums,
+    merged_sums,
+    metric_table,
+    mismatch_sums,
+    with_mismatch,
+)
 
 
 @dataclass(frozen=True)

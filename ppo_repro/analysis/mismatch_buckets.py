@@ -13,10 +13,10 @@ import numpy as np
 import pandas as pd
 
 from ppo_repro.analysis.buckets import DOUBLING, ENTROPIES, PROBABILITIES, bucket_of
+from ppo_repro.records.logprob_pairs import LAG, ROUTE, ROUTES, TURN
 from ppo_repro.statistics import clusters
 from ppo_repro.statistics.clusters import Floats
-from ppo_repro.statistics.mismatch import MismatchSums, merged_sums, metric_values, mismatch_sums
-from ppo_repro.testing.pairs import LAG, ROUTE, ROUTES, TURN
+from ppo_repro.statistics.mismatch_metrics import MismatchSums, merged_sums, metric_values, mismatch_sums
 
 # edges of the buckets of each kind, in its unit
 BUCKET_EDGES = {
@@ -66,8 +66,8 @@ def bucket_table(parts: Sequence[Buckets]) -> pd.DataFrame:
     """Return one row per kind and bucket that has tokens, from `bucket_sums` of several iterations.
 
     The table has no rows of a kind if the source lacks its column. The columns are kind, the bucket [lo, hi) in the
-    unit of the kind, n_tokens (the number of finite tokens), and metrics of `statistics.mismatch` over these tokens:
-    abs_p99, abs_max, abs_mean, prob_abs_mean, k1, k3 and frac_bitwise_equal.
+    unit of the kind, n_tokens (the number of finite tokens), and METRICS over these tokens: abs_p99, abs_max, abs_mean,
+    prob_abs_mean, k1, k3 and frac_bitwise_equal.
     """
     rows = []
     for kind, edges in BUCKET_EDGES.items():

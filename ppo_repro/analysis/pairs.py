@@ -10,9 +10,9 @@ import pandas as pd
 
 from ppo_repro.base.errors import UserError
 from ppo_repro.records import reader
+from ppo_repro.records.logprob_pairs import KEY, OPTIONAL, PAIR, pairs_of_iteration
 from ppo_repro.records.manifest import Manifest, require_responses
 from ppo_repro.statistics.clusters import Floats
-from ppo_repro.testing.pairs import KEY, OPTIONAL, PAIR, pairs_of_iteration
 
 PAIRS = ("rollout_vs_old", "old_vs_first_new")
 NO_TOKEN = "there is no token to compare; give a run or a file with responses"
@@ -46,7 +46,7 @@ def run_pairs(
     iterations: Sequence[int] | None = None,
     allow_incomplete: bool = False,
 ) -> Iterator[pd.DataFrame]:
-    """Yield the pairs (`testing.pairs`) of a recorded run, one iteration at a time.
+    """Yield the pairs (`records.logprob_pairs`) of a recorded run, one iteration at a time.
 
     Args:
         pair: `rollout_vs_old`: rollout_logprobs against old_logprobs, sampler and trainer with the same weights.

@@ -38,7 +38,7 @@ class Estimate:
     df: float
 
 
-def require_finite(*samples: Floats) -> None:
+def require_finite_samples(*samples: Floats) -> None:
     """Raise ValueError if a sample is empty or has a value that is not finite."""
     for sample in samples:
         if not len(sample) or not np.isfinite(sample).all():
@@ -60,7 +60,7 @@ def sign_flip(values: Floats, rng: np.random.Generator, draws: int = DRAWS) -> P
     (`scipy.stats.permutation_test`). One value and its negative have the same size, so their p is 1. Raises ValueError
     on values that are not finite.
     """
-    require_finite(values)
+    require_finite_samples(values)
     n, count = len(values), min(2 ** len(values), draws + 1)
     exact = 2**n == count
     if n == 1:  # one value and its negative
@@ -77,7 +77,7 @@ def one_sample(values: Floats) -> Estimate:
 
     Raises ValueError on values that are not finite.
     """
-    require_finite(values)
+    require_finite_samples(values)
     n = len(values)
     if n < 2:
         return Estimate(float(values.mean()), math.nan, math.nan)
@@ -89,7 +89,7 @@ def welch(a: Floats, b: Floats) -> Estimate:
 
     Source: Welch, 1947. Raises ValueError on values that are not finite.
     """
-    require_finite(a, b)
+    require_finite_samples(a, b)
     mean = float(b.mean() - a.mean())
     if min(len(a), len(b)) < 2:
         return Estimate(mean, math.nan, math.nan)

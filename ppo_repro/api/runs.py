@@ -17,7 +17,7 @@ from ppo_repro.records.diff import Difference, first_difference
 from ppo_repro.records.folder import load_any_recorded_config
 from ppo_repro.records.manifest import Head
 from ppo_repro.records.reader import read_table
-from ppo_repro.records.state import state_of
+from ppo_repro.records.run_state import state_of
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -210,7 +210,7 @@ def sealed(tree: Mapping[str, Any]) -> str:
     return _json({**tree, OWN_DIGEST: hashlib.sha256(_json(tree).encode()).hexdigest()})
 
 
-def is_whole(text: str, tree: Mapping[str, Any]) -> bool:
+def is_sealed(text: str, tree: Mapping[str, Any]) -> bool:
     """Return whether `text` has exactly the bytes that `sealed` makes of `tree`, which was parsed from `text`."""
     return sealed({name: value for name, value in tree.items() if name != OWN_DIGEST}) == text
 

@@ -21,7 +21,7 @@ from ppo_repro.commands.recorded import (
 )
 from ppo_repro.commands.runs import SIZES, fork_command, rerun_command, resume_command, run_command
 from ppo_repro.commands.start import FETCHED, RECIPES, fields_command, init_command, plan_command
-from ppo_repro.commands.values import JSON, count, iterations, path, positive, rate, run_folder
+from ppo_repro.commands.values import JSON, count, iterations, path, positive, rate, run_path
 
 Command = Callable[[argparse.Namespace], int]
 
@@ -34,7 +34,7 @@ def _shared(*names: str, **settings: Any) -> argparse.ArgumentParser:
 
 
 _NEWEST = f"folder of a recorded run, or `{LATEST}` for the newest in {RUNS}"
-_RUN = _shared("run", metavar="RUN", type=run_folder, help=_NEWEST)
+_RUN = _shared("run", metavar="RUN", type=run_path, help=_NEWEST)
 _OUT = _shared("--out", metavar="DIR", type=path, default=RUNS, help="where results go")
 _INPUTS = _shared("--inputs", metavar="DIR", type=path, help="where to look for a model that has been moved")
 _WORKERS: dict[str, Any] = {"metavar": "N", "type": positive, "help": "how many cells run side by side; default 1"}
@@ -105,7 +105,7 @@ def _go_on(commands: Any) -> None:
     _add(commands, resume_command, _RUN, _OF_RESUME, _INPUTS, _TRACK, _EVENTS)
     option = _add(commands, rerun_command, _OF_RERUN, _INPUTS)
     about = f"folder of a run, `{LATEST}`, or folder of a study, such as experiments/growth"
-    option("run", metavar="RUN_OR_STUDY", type=run_folder, help=about)
+    option("run", metavar="RUN_OR_STUDY", type=run_path, help=about)
     about = "only iterations A to B, counted from 0; begins at the checkpoint before them; RUN may be incomplete"
     option("--iterations", metavar="A:B", type=iterations, help=about)
     option("--cells", metavar="N", type=positive, help="how many cells of a study are repeated; default 1")
@@ -123,17 +123,17 @@ def _look(commands: Any) -> None:
     _add(commands, verify_command, _RUN)("--files", action="store_true", help=about)
     option = _add(commands, show_command, _LABEL)
     about = f"folder of a run, `{LATEST}`, or a folder of runs, which are listed; default {RUNS}"
-    option("run", metavar="RUN_OR_FOLDER", type=run_folder, nargs="?", default=RUNS, help=about)
+    option("run", metavar="RUN_OR_FOLDER", type=run_path, nargs="?", default=RUNS, help=about)
     option("--samples", metavar="N", type=count, default=5, help="how many of the last responses are printed")
     store = "the store of MLFLOW_TRACKING_URI, else sqlite:///mlflow.db"
     about = f"where the copy goes, as with --track of `run`; default mlflow: {store}"
     _add(commands, track_command, _RUN, _EVENTS)("--uri", metavar="WHERE", help=about)
     option = _add(commands, diff_command)
     for name in ("a", "b"):
-        option(name, metavar=name.upper(), type=run_folder, help=f"folder of a run, or `{LATEST}`")
+        option(name, metavar=name.upper(), type=run_path, help=f"folder of a run, or `{LATEST}`")
     option = _add(commands, report_command)
     about = f"folder of a run, a folder of runs, or `{LATEST}`; two runs are put side by side"
-    option("runs", metavar="RUN_OR_GRID", type=run_folder, nargs="+", help=about)
+    option("runs", metavar="RUN_OR_GRID", type=run_path, nargs="+", help=about)
     about = (
         "the page; default report.html in that folder, of two runs comparison.html here; replaces only a page that "
         "ppo-repro wrote"
@@ -141,7 +141,7 @@ def _look(commands: Any) -> None:
     option("--out", metavar="FILE", type=path, help=about)
     option = _add(commands, view_command)
     about = f"folders of runs, or with runs in them; default {RUNS}"
-    option("folders", metavar="RUN_OR_FOLDER", type=run_folder, nargs="*", help=about)
+    option("folders", metavar="RUN_OR_FOLDER", type=run_path, nargs="*", help=about)
     about = "the port of 127.0.0.1 that serves the page; default a free one"
     option("--port", metavar="N", type=count, default=0, help=about)
 

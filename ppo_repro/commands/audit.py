@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.files import require_ours, whole_file
 from ppo_repro.base.output import print_result, say
-from ppo_repro.commands.values import count, number, path, positive, run_folder
+from ppo_repro.commands.values import count, number, path, positive, run_path
 
 if TYPE_CHECKING:
     from ppo_repro.testing.audit.recorded_run import RunDump
@@ -27,7 +27,7 @@ SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # o
 def add_options(add: Callable[..., argparse.Action]) -> None:
     """Add the options of the command."""
     about = "responses with two log-probs a token; or a run folder or `latest`, which has all"
-    add("dump", metavar="DUMP", type=run_folder, help=about)
+    add("dump", metavar="DUMP", type=run_path, help=about)
     add("--model", metavar="FOLDER", type=path, help="the weights that made the dump")
     add("--format", help=f"the stack that wrote the dump: {FORMATS}")
     temperature = number(lambda x: 1e-6 <= x < math.inf, "a finite number of at least 1e-06")
@@ -107,11 +107,11 @@ def _responses(options: argparse.Namespace, model: Path, run: RunDump | None) ->
 
     Raises UserError if a model folder cannot be used, or if no response has a token that counts.
     """
-    from ppo_repro.models.folder_files import check_config, check_weights
+    from ppo_repro.models.folder_files import check_folder, check_weights
     from ppo_repro.testing.dumps import read_dump
 
     for option, folder in (("--model", model), *(("--also", folder) for folder in options.also)):
-        check_config(folder, f"{option} {folder}")
+        check_folder(folder, f"{option} {folder}")
         check_weights(folder, f"{option} {folder}")
     rows = read_dump(options.dump, options.format) if run is None else read_dump(run.rows, "ppo_repro")
     responses = list(islice((row for row in rows if row.counts.any()), options.responses))

@@ -46,8 +46,8 @@ def grid_command(arguments: argparse.Namespace) -> int:
 
 def _executor(arguments: argparse.Namespace, folder: Path) -> Executor:
     from ppo_repro.config.yaml_text import parse_yaml
-    from ppo_repro.grids.clusters import Ray, Slurm
     from ppo_repro.grids.executor import Processes
+    from ppo_repro.grids.ray_and_slurm import Ray, Slurm
 
     if arguments.ray is not None and arguments.slurm is not None:
         raise UserError("--ray and --slurm: choose one")

@@ -21,7 +21,7 @@ from ppo_repro.base.errors import UserError
 from ppo_repro.base.files import MANIFEST, folders_with
 from ppo_repro.base.latest import RUNS, written_at
 from ppo_repro.base.output import print_json, print_result, say, tell
-from ppo_repro.records.state import state_of
+from ppo_repro.records.run_state import state_of
 
 if TYPE_CHECKING:
     from ppo_repro.records.diff import Difference

@@ -19,7 +19,7 @@ def path(text: str) -> Path:
     return _read(lambda text: Path(check_path(text)), text)
 
 
-def run_folder(text: str) -> Path:
+def run_path(text: str) -> Path:
     """Return the path of a run; of several processes the first alone, which has the folder, finds the newest run."""
     return _read(run_named if processes()[0] == 0 else Path, text)
 

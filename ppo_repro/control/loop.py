@@ -34,7 +34,7 @@ from ppo_repro.ppo.advantages import gae, whiten
 from ppo_repro.ppo.controllers import rate_factor
 from ppo_repro.ppo.losses import value_losses
 from ppo_repro.ppo.objectives import Clip, probability_ratios
-from ppo_repro.stages.agreement import Column, require_ratios_of_one, require_same_bits
+from ppo_repro.stages.equal_bits import NamedValues, require_ratios_of_one, require_same_bits
 from ppo_repro.stages.training_batch import minibatches
 
 
@@ -78,8 +78,8 @@ def control_iterations(config: ControlConfig, state: ControlState) -> Iterator[C
 
         forward = forward_pass(config, state.agent, rollout)
         if is_exact:
-            drawn = Column("rollout_logprobs", rollout.rollout_logprobs)
-            scored = Column("old_logprobs", forward.old_logprobs)
+            drawn = NamedValues("rollout_logprobs", rollout.rollout_logprobs)
+            scored = NamedValues("old_logprobs", forward.old_logprobs)
             require_same_bits(index, rollout.lengths, drawn, scored, torch.arange(len(rollout.rewards)))
         advantages = compute_advantages(config, rollout, forward)
         clock.lap("forward")
@@ -88,7 +88,7 @@ def control_iterations(config: ControlConfig, state: ControlState) -> Iterator[C
         if is_exact:
             first, tokens = updates[0], updates[0].tokens
             require_ratios_of_one(index, rollout.lengths, first.ratios, tokens)
-            before, again = Column("values", forward.values[tokens]), Column("new_values", first.new_values)
+            before, again = NamedValues("values", forward.values[tokens]), NamedValues("new_values", first.new_values)
             require_same_bits(index, rollout.lengths, before, again, tokens)
         clock.lap("update")
 

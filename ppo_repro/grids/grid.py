@@ -97,7 +97,7 @@ def _orders(grid: Grid, grid_dir: Path, keep_changed: bool, processes: int) -> l
     orders = []
     for cell in grid.cells:
         folder = grid_dir / "cells" / cell.name
-        lay_out(cell, folder)
+        write_config(cell, folder)
         if not keep_changed:
             check_unchanged(cell, folder)
         if cell_state(folder) != "complete":
@@ -118,7 +118,7 @@ def _run(grid: Grid, grid_dir: Path, executor: Executor, orders: Sequence[Order]
             say_anyway(f"{ended}/{len(cells)} {result.name}: {outcome} ({result.seconds:.1f} s)")
 
 
-def lay_out(cell: Cell, folder: Path) -> None:
+def write_config(cell: Cell, folder: Path) -> None:
     """Write the configuration of a cell that has no run yet.
 
     Raises UserError, naming fields and values, if the cell's folder has another configuration.

@@ -61,7 +61,7 @@ def reproduce(study: Path, count: int, seed: int, out: Path, workers: int) -> Re
         if row["state"] != "complete":
             return Reproduction(names, f"{row['cell']}: {row['message']}", str(runs))
     _answer(study, str(runs), "--csv", str(runs / RESULTS))
-    difference = first_difference(committed, read_results(runs / RESULTS))
+    difference = first_changed_value(committed, read_results(runs / RESULTS))
     if not difference:
         page = (study / PAGE).read_text(encoding="utf-8").splitlines()
         absent = next((line for line in _answer(study).splitlines() if line and line not in page), None)
@@ -98,7 +98,7 @@ def chosen_cells(grid: Grid, committed: Mapping[str, ResultRow], count: int, see
     return tuple(cell for cell in grid.cells if cell.name in names)
 
 
-def first_difference(committed: Mapping[str, ResultRow], now: Mapping[str, ResultRow]) -> str:
+def first_changed_value(committed: Mapping[str, ResultRow], now: Mapping[str, ResultRow]) -> str:
     """Describe the first value of `now` that differs from the committed value; "" if all are equal."""
     for cell, row in now.items():
         for column, value in row.items():

@@ -30,7 +30,7 @@ _DTYPES = {"F32", "F16", "BF16"}
 NOT_WEIGHTS = re.compile(r"\.(attn|attention)\.(masked_)?bias$|\.rotary_emb\.inv_freq$|(^|\.)position_ids$")
 
 
-def check_config(folder: Path, where: str) -> None:
+def check_folder(folder: Path, where: str) -> None:
     """Raise UserError, beginning with `where`, unless config.json may describe a model in plain floating point.
 
     Every number in it that is a size must be in its range, and every file of the folder must be readable.

@@ -23,7 +23,7 @@ from ppo_repro.base.files import check_sums
 from ppo_repro.base.output import shown
 from ppo_repro.models.folder_files import (
     GENERATION,
-    check_config,
+    check_folder,
     check_size,
     check_tokenizer,
     check_tokens,
@@ -135,7 +135,7 @@ def read_model_config(folder: Path, classes: Sequence[type[PreTrainedModel]], wh
 
 def _read_config(folder: Path, classes: Sequence[type[PreTrainedModel]], where: str) -> tuple[PretrainedConfig, int]:
     """Return the configuration of a model folder, and the number of its model's weights."""
-    check_config(folder, where)
+    check_folder(folder, where)
     with reading(where):
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     architectures = config.architectures or ["unknown"]

@@ -13,7 +13,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from ppo_repro.numerics.families import (
     FAMILIES,
     MIXTURES,
-    Names,
+    FamilyNames,
     check_visibility,
     head_dim,
     key_value_heads,
@@ -88,7 +88,7 @@ def check_config(config: PretrainedConfig, max_context: int) -> None:
     refuse(config, refusals, f"deterministic numerics do not support it; {otherwise}")
 
 
-def _layer(names: Names, layer: Any, window: int, rope: dict[str, Any] | None, score_cap: float) -> LayerParts:
+def _layer(names: FamilyNames, layer: Any, window: int, rope: dict[str, Any] | None, score_cap: float) -> LayerParts:
     """Return the parts of a decoder layer.
 
     Args:

@@ -21,7 +21,7 @@ from ppo_repro.numerics.interface import constants
 from ppo_repro.numerics.ranges import check_ranges
 
 
-class Names(NamedTuple):
+class FamilyNames(NamedTuple):
     """Names of a family for the parts of its trunk and for fields of its config; the defaults are Llama's names."""
 
     layers: str = "layers"
@@ -40,7 +40,7 @@ class Names(NamedTuple):
     down: str = "down_proj"
 
 
-_LLAMA = Names()
+_LLAMA = FamilyNames()
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Family:
     """A family of models in transformers: its names, and its differences from Llama, the default."""
 
     name: str  # in messages
-    names: Names = _LLAMA
+    names: FamilyNames = _LLAMA
     norm: int = constants.NORM_RMS
     windows: Literal["no layer", "every layer", "by layer_types"] = "no layer"  # which layers may have a sliding window
     mixture: type[nn.Module] | None = None  # a router and its experts
@@ -75,7 +75,7 @@ class Family:
             )
 
 
-_GPT2 = Names(
+_GPT2 = FamilyNames(
     layers="h",
     embedding="wte",
     norm1="ln_1",
@@ -89,8 +89,8 @@ _GPT2 = Names(
     up=("c_fc",),
     down="c_proj",
 )
-_PHI3 = Names(qkv=("qkv_proj",), up=("gate_up_proj",))
-_GPT_NEOX = Names(
+_PHI3 = FamilyNames(qkv=("qkv_proj",), up=("gate_up_proj",))
+_GPT_NEOX = FamilyNames(
     embedding="embed_in",
     last_norm="final_layer_norm",
     eps="layer_norm_eps",
@@ -100,8 +100,10 @@ _GPT_NEOX = Names(
     up=("dense_h_to_4h",),
     down="dense_4h_to_h",
 )
-_OLMO2 = Names(norm1=None, norm1_after="post_attention_layernorm", norm2=None, norm2_after="post_feedforward_layernorm")
-_GEMMA2 = Names(
+_OLMO2 = FamilyNames(
+    norm1=None, norm1_after="post_attention_layernorm", norm2=None, norm2_after="post_feedforward_layernorm"
+)
+_GEMMA2 = FamilyNames(
     norm1_after="post_attention_layernorm",
     norm2="pre_feedforward_layernorm",
     norm2_after="post_feedforward_layernorm",

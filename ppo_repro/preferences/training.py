@@ -35,7 +35,7 @@ from ppo_repro.ppo.preferences import (
     preference_accuracy,
     sequence_logprobs,
 )
-from ppo_repro.preferences.pairs import Preference, check_pairs, sequences_of
+from ppo_repro.preferences.preference_pairs import Preference, check_pairs, sequences_of
 
 Progress = Callable[[int, int, str], None]  # step, last step, loss as text
 # indices of m pairs, slots of their 2 m sequences -> losses and margins, [m] each

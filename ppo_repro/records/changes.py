@@ -10,7 +10,7 @@ from ppo_repro.config.files import MODELS, as_written
 from ppo_repro.config.section import Experiment
 from ppo_repro.config.yaml_text import read_yaml
 from ppo_repro.records import manifest
-from ppo_repro.records.folder import check_config
+from ppo_repro.records.folder import checked_config_path
 from ppo_repro.records.manifest import Head, Origin
 
 Setup = Mapping[str, Any]
@@ -21,7 +21,7 @@ def setup_of(run_dir: Path, head: Head) -> dict[str, Any]:
 
     A field that is newer than the run has its default. Raises UserError if config.yaml is damaged.
     """
-    path = check_config(run_dir, head)
+    path = checked_config_path(run_dir, head)
     config = as_written(MODELS[head.kind], read_yaml(path), str(path))
     setup = {**flat(config.model_dump(mode="json")), **head.inputs}
     if head.origin is not None:
@@ -58,10 +58,10 @@ def config_changes(before: Experiment, after: Experiment) -> dict[str, list[Any]
 
 def change_lines(changed: Mapping[str, list[Any]]) -> list[str]:
     """Return each change as text, with shortened digests."""
-    return [f"{name}: {shown(before)} -> {shown(after)}" for name, (before, after) in changed.items()]
+    return [f"{name}: {value_text(before)} -> {value_text(after)}" for name, (before, after) in changed.items()]
 
 
-def shown(value: Any) -> str:
+def value_text(value: Any) -> str:
     """Return a value as text; a digest is shortened."""
     if value is None:
         return "none"

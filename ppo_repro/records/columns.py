@@ -24,7 +24,7 @@ from ppo_repro.numerics.sums import mean_of, run_sums
 from ppo_repro.ppo.advantages import explained_variance
 from ppo_repro.ppo.corrections import correction_names
 from ppo_repro.ppo.objectives import flag_names
-from ppo_repro.preferences.pairs import Preference
+from ppo_repro.preferences.preference_pairs import Preference
 from ppo_repro.preferences.training import PreferenceStep, RewardTraining
 from ppo_repro.records import schema
 from ppo_repro.records.arrow import to_arrow
@@ -40,7 +40,7 @@ _ROWS_AT_ONCE = 1024  # of kept tokens, which are whole vocabularies while they 
 _WORDS: Mapping[str, Callable[[Tensor], list[str]]] = {"clip_flag": flag_names, "correction": correction_names}
 
 
-def iteration_tables(item: Iteration, config: RunConfig) -> dict[str, pa.Table]:
+def arrow_tables(item: Iteration, config: RunConfig) -> dict[str, pa.Table]:
     """Make the five tables of one iteration, and a sixth with the held-out responses if the iteration has some."""
     level = config.records.level
     columns = {

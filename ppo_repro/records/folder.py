@@ -51,7 +51,7 @@ def has_reference(head: Head) -> bool:
     return f"{REFERENCE}/{SUMS_NAME}" in head.files
 
 
-def check_config(run_dir: Path, recorded: Head) -> Path:
+def checked_config_path(run_dir: Path, recorded: Head) -> Path:
     """Return the path of config.yaml. Raises UserError unless the file is as written when the run was started."""
     reader.read_checked(run_dir / CONFIG_NAME, recorded.files[CONFIG_NAME])
     return run_dir / CONFIG_NAME
@@ -62,11 +62,11 @@ def load_recorded_config(run_dir: Path | str) -> RunConfig:
 
     Raises UserError if the file or the manifest is missing or damaged, or the run is of another kind.
     """
-    path = check_config(Path(run_dir), manifest.load_head(Path(run_dir)))
+    path = checked_config_path(Path(run_dir), manifest.load_head(Path(run_dir)))
     return build_config(read_tree(path, (), (LANGUAGE,)), str(path))
 
 
 def load_any_recorded_config(run_dir: Path, recorded: Head) -> AnyConfig:
     """Load the configuration with which a run of any kind was started. Raises UserError if it is missing or damaged."""
-    path = check_config(run_dir, recorded)
+    path = checked_config_path(run_dir, recorded)
     return validated(MODELS[recorded.kind], read_tree(path), str(path))

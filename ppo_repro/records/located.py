@@ -14,7 +14,7 @@ from typing import Any
 from ppo_repro.base.errors import UserError
 from ppo_repro.config import files
 from ppo_repro.config.inputs import INPUTS_FOLDER, digest_of
-from ppo_repro.records.folder import CONFIG_NAME, check_config
+from ppo_repro.records.folder import CONFIG_NAME, checked_config_path
 from ppo_repro.records.manifest import Head
 from ppo_repro.records.reader import check_file
 
@@ -34,7 +34,7 @@ def located_tree(
     Raises:
         UserError: a file is missing or has changed.
     """
-    check_config(run_dir, recorded)
+    checked_config_path(run_dir, recorded)
     tree: dict[str, Any] = files.read_tree(run_dir / CONFIG_NAME)
     for name, digest in recorded.inputs.items():
         if name.startswith(f"{INPUTS_FOLDER}/"):

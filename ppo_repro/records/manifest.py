@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from ppo_repro.base.errors import UserError
-from ppo_repro.base.files import MANIFEST, OWN_DIGEST, atomic_write, is_whole, open_regular, read_regular, sealed
+from ppo_repro.base.files import MANIFEST, OWN_DIGEST, atomic_write, is_sealed, open_regular, read_regular, sealed
 from ppo_repro.config.files import CONTROL, DPO, LANGUAGE, Kind
 from ppo_repro.records import digests, schema
 
@@ -275,7 +275,7 @@ def load_head(run_dir: Path) -> Head:
             advice = "read the run with the version that wrote it"
             raise UserError(f"{path}: {name} = {tree.get(name)!r}: this ppo_repro reads {known}; {advice}")
     try:
-        if not is_whole(text, tree):
+        if not is_sealed(text, tree):
             raise UserError(f"{path}: does not match its own SHA-256; {_DAMAGED}")
         return Head.model_validate_json(json.dumps({k: v for k, v in tree.items() if k != OWN_DIGEST}))
     except ValidationError as error:

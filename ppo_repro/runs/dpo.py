@@ -31,7 +31,7 @@ from ppo_repro.numerics.optimizer import Optimizer
 from ppo_repro.numerics.sums import mean_of, run_sums
 from ppo_repro.numerics.weights import weights_digest
 from ppo_repro.ppo.preferences import dpo_margins, preference_accuracy
-from ppo_repro.preferences.pairs import Preference, check_pairs, hold_out, pairs_of_file
+from ppo_repro.preferences.preference_pairs import Preference, check_pairs, hold_out, pairs_of_file
 from ppo_repro.preferences.training import PairScorer, PairTraining, PreferenceStep
 from ppo_repro.records import reader, schema
 from ppo_repro.records.arrow import to_arrow

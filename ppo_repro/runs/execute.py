@@ -24,7 +24,7 @@ from ppo_repro.records.writer import RunWriter
 from ppo_repro.runs.kept_checkpoints import Checkpoints, require_room
 from ppo_repro.runs.kind import Config, Execution, Final, Item, RunKind, Tables
 from ppo_repro.runs.starting_point import Start
-from ppo_repro.stages.agreement import UnequalBits
+from ppo_repro.stages.equal_bits import UnequalBits
 
 
 def execute(kind: RunKind[Config, Item], config: Config, run_dir: Path, start: Start | None, clock: Clock) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from ppo_repro.config.files import path_fields
 from ppo_repro.config.run import ModelFolder, RunConfig
 from ppo_repro.config.tasks import ArithmeticTask, ColumnAdditionTask, JsonlTask
-from ppo_repro.models.folder_files import check_config
+from ppo_repro.models.folder_files import check_folder
 from ppo_repro.tasks.problems import load_source
 from ppo_repro.user.file import file_and_name
 
@@ -23,4 +23,4 @@ def require_inputs(config: RunConfig) -> None:
     if isinstance(config.task, JsonlTask | ArithmeticTask | ColumnAdditionTask):
         load_source(config.task, config.seed)
     if isinstance(config.model, ModelFolder):
-        check_config(Path(config.model.path), f"model.path = {config.model.path}")
+        check_folder(Path(config.model.path), f"model.path = {config.model.path}")

@@ -25,7 +25,7 @@ from ppo_repro.models.folders import named_weights, save_adapter, save_model, sa
 from ppo_repro.numerics.devices import Card, kernels_of
 from ppo_repro.numerics.sums import mean_of
 from ppo_repro.numerics.weights import weights_digest
-from ppo_repro.records.columns import evaluation_table, iteration_tables, preparation_tables
+from ppo_repro.records.columns import arrow_tables, evaluation_table, preparation_tables
 from ppo_repro.records.folder import ACCURACY_NAME, CARD_NAME, FINAL, VALUE_MODEL
 from ppo_repro.records.notes import Accuracy, OnCard
 from ppo_repro.runs import checkpoint
@@ -37,7 +37,7 @@ from ppo_repro.runs.prepare import Prepared, prepare
 from ppo_repro.runs.starting_point import Start
 from ppo_repro.sampling.faults.sampler import with_faults
 from ppo_repro.sampling.faults.trainer import received
-from ppo_repro.sampling.recorded import Recorded
+from ppo_repro.sampling.recorded_samples import Recorded
 from ppo_repro.sampling.rollout_engine import EngineContext, own_engine, rollout_engine
 from ppo_repro.stages.coefficients import last_kl
 from ppo_repro.stages.rewards import evaluate
@@ -80,7 +80,7 @@ class LanguageExecution(Execution[Iteration]):
         return preparation_tables(prepared.warm_start, prepared.reward_training, prepared.task.tokenizer, level)
 
     def tables(self, item: Iteration) -> Tables:
-        return iteration_tables(item, self.config)
+        return arrow_tables(item, self.config)
 
     def progress(self, item: Iteration) -> str:
         score, accuracy = mean_of(item.rewards.scores), mean_of(item.rewards.is_correct)

@@ -29,7 +29,7 @@ from ppo_repro.models.tiny import check_spelling, make_model, make_tokenizer
 from ppo_repro.numerics import library
 from ppo_repro.numerics.devices import kernels_of, torch_device
 from ppo_repro.numerics.families import routers
-from ppo_repro.preferences.pairs import hold_out, pairs_by_rule, pairs_of_file
+from ppo_repro.preferences.preference_pairs import hold_out, pairs_by_rule, pairs_of_file
 from ppo_repro.preferences.training import RewardTraining, train_reward_model
 from ppo_repro.runs.train_state import train_state
 from ppo_repro.runs.warm_start import warm_start

@@ -48,7 +48,7 @@ class Records:
         return self.values(table, column) if self.has(table, column) else None
 
 
-def read_records(run_dir: Path, recorded: Manifest, iteration: int) -> Records:
+def read_iteration(run_dir: Path, recorded: Manifest, iteration: int) -> Records:
     """Read the tables of an iteration, side tables included, without comparing digests.
 
     Raises UserError if they cannot be read or do not fit together.

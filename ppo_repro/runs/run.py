@@ -20,7 +20,7 @@ from ppo_repro.config.inputs import gather, run_digest, run_folder
 from ppo_repro.records import manifest, writer
 from ppo_repro.records.folder import STARTED, UNEQUAL
 from ppo_repro.records.label import UNLABELLED, Label, write_label
-from ppo_repro.records.state import how_to_repair
+from ppo_repro.records.run_state import how_to_repair
 from ppo_repro.records.writer import RunWriter
 from ppo_repro.runs.environment import describe_environment
 from ppo_repro.runs.execute import execute, work_along
@@ -28,7 +28,7 @@ from ppo_repro.runs.kind import Config, Item, RunKind
 from ppo_repro.runs.machine_memory import require_memory
 from ppo_repro.runs.machines import files_of, on_every_machine
 from ppo_repro.runs.starting_point import Start
-from ppo_repro.stages.agreement import UnequalBits
+from ppo_repro.stages.equal_bits import UnequalBits
 
 OUR_FILES = ("task.chat_template", "task.dataset")  # fields whose functions are of this package
 NO_TRACKING: AbstractContextManager[object] = nullcontext()

@@ -20,7 +20,7 @@ from ppo_repro.config.layout import RecordsConfig
 from ppo_repro.config.run import RunConfig
 from ppo_repro.loop import policy_loss, value_loss
 from ppo_repro.records import manifest
-from ppo_repro.records.columns import iteration_tables
+from ppo_repro.records.columns import arrow_tables
 from ppo_repro.records.diff import Difference, first_table_difference
 from ppo_repro.records.folder import FORKED_FROM, load_recorded_config
 from ppo_repro.records.manifest import Manifest
@@ -31,7 +31,7 @@ from ppo_repro.runs.recorded_buffers import (
     advantages_of,
     evaluation_of,
     forward_of,
-    read_records,
+    read_iteration,
     rewards_of,
     rollout_of,
 )
@@ -108,14 +108,14 @@ def recompute(run_dir: Path, recorded: Manifest) -> Recomputed | None:
         coefficients = checkpoint.load_coefficients(run_dir / FORKED_FROM, recorded.files[FORKED_FROM])
     compared, left_out = dict[Stage, int](), dict[Stage, LeftOut]()
     for iteration in own:
-        records = read_records(run_dir, recorded, iteration)
+        records = read_iteration(run_dir, recorded, iteration)
         missing = _unrecorded(config, records)
         for stage, column in missing.items():
             before = left_out[stage].iterations if stage in left_out else 0
             left_out[stage] = LeftOut(column, before + 1)
         stages = [stage for stage in STAGES if stage not in missing]
         item = _recorded_iteration(config, records, coefficients, functions)
-        tables = iteration_tables(_again(config, item, stages, functions), at_full)
+        tables = arrow_tables(_again(config, item, stages, functions), at_full)
         for stage in stages:
             count, difference = _compare(config, recorded, records, tables, stage)
             compared[stage] = compared.get(stage, 0) + count
@@ -184,13 +184,13 @@ def _updates(config: RunConfig, records: Records, batch: TrainingBatch) -> Itera
     """Yield the optimizer steps of the schedule, with the recorded results of the networks."""
     steps, count, end = records.tables["steps"].to_pylist(), records.tables["updates"].num_rows, 0
     schedule = Schedule(config, records.iteration)
-    for step, turn in zip_longest(steps, schedule.turns(len(batch.rollout.lengths))):
-        if step is None or turn is None:
+    for step, planned in zip_longest(steps, schedule.planned_steps(len(batch.rollout.lengths))):
+        if step is None or planned is None:
             more = "fewer" if step is None else "more"
             raise PromiseBroken(
                 f"table steps, iteration {records.iteration}: has {len(steps)} rows, {more} than epochs and KL give"
             )
-        minibatch = minibatch_of(config.ppo.aggregation, batch, turn.sequences)
+        minibatch = minibatch_of(config.ppo.aggregation, batch, planned.sequences)
         start, end = end, end + len(minibatch.tokens)
         if end > count:
             raise PromiseBroken(
@@ -198,21 +198,21 @@ def _updates(config: RunConfig, records: Records, batch: TrainingBatch) -> Itera
                 f"the minibatches of the recorded steps have at least {end} tokens"
             )
         rows = slice(start, end)
-        policy = _policy(config, batch, minibatch, records, rows, step["grad_norm"]) if turn.of_policy else None
+        policy = _policy(config, batch, minibatch, records, rows, step["grad_norm"]) if planned.of_policy else None
         if policy is not None:
             schedule.follow(policy)
-        elif turn.of_policy:
+        elif planned.of_policy:
             raise PromiseBroken(
                 f"table updates, iteration {records.iteration}: new_logprobs or new_entropies is null in "
-                f"minibatch {turn.minibatch} of epoch {turn.epoch}"
+                f"minibatch {planned.minibatch} of epoch {planned.epoch}"
             )
         new_values, value = records.tensor_or_none("updates", "new_values", rows), None
         if batch.value_targets is not None and new_values is not None:
             columns = value_loss(batch.value_targets, minibatch.tokens, new_values)
             value = value_update(minibatch, columns, step["value_grad_norm"])
         yield buffers.MinibatchUpdate(
-            epoch=turn.epoch,
-            minibatch=turn.minibatch,
+            epoch=planned.epoch,
+            minibatch=planned.minibatch,
             tokens=minibatch.tokens,
             loss_weights=minibatch.loss_weights,
             policy=policy,

@@ -19,7 +19,7 @@ from ppo_repro.numerics.token_statistics import token_statistics
 
 
 @dataclass(frozen=True)
-class Sample:
+class DrawnTokens:
     """One sampled token for each of n positions."""
 
     tokens: Tensor  # [n] int64
@@ -28,7 +28,7 @@ class Sample:
     kept_tokens: Tensor  # [n, ceil(V/8)] uint8 or [n, 0]
 
 
-def sample(logits: Tensor, seeds: Tensor, positions: Tensor, sampling: Sampling, mode: Mode) -> Sample:
+def sample(logits: Tensor, seeds: Tensor, positions: Tensor, sampling: Sampling, mode: Mode) -> DrawnTokens:
     """Sample one token per row: argmax over eligible v of log p_v + gumbel(seed, position, column_v).
 
     The column is the token id or, with top-k or top-p, the token's rank, as in SGLang.
@@ -51,7 +51,7 @@ def sample(logits: Tensor, seeds: Tensor, positions: Tensor, sampling: Sampling,
         tokens, logprobs = sample_tokens(logits, seeds, positions, temperature, kept)
     if sampling.greedy or sampling.cuts or not is_deterministic_mode(mode):
         logprobs, _ = token_statistics(logits, tokens, temperature, eligible, mode)
-    return Sample(tokens, logprobs, log_kept_mass, packed)
+    return DrawnTokens(tokens, logprobs, log_kept_mass, packed)
 
 
 def _divided(logits: Tensor, temperature: float) -> Tensor:

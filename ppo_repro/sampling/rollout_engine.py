@@ -20,7 +20,7 @@ from ppo_repro.models.state import TrainState
 from ppo_repro.records.folder import ENGINE_NAME, SERVERS_NAME
 from ppo_repro.sampling.built_in import BuiltInSampler
 from ppo_repro.sampling.own.engine import EngineProcess, OwnSampler
-from ppo_repro.sampling.recorded import Recorded, RecordedSampler
+from ppo_repro.sampling.recorded_samples import Recorded, RecordedSampler
 from ppo_repro.sampling.shared import EvaluatedHere, SharedEngine
 
 

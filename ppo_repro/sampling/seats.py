@@ -56,7 +56,7 @@ class PrefixIndex:
 
 
 class Sampled(NamedTuple):
-    """A sampled token: one row of a `draw.Sample`; NumPy numbers are read faster than tensors."""
+    """A sampled token: one row of a `draw.DrawnTokens`; NumPy numbers are read faster than tensors."""
 
     token: int
     logprob: np.float32

@@ -16,7 +16,7 @@ from ppo_repro.numerics.families import trunk_of
 from ppo_repro.numerics.network import logits
 from ppo_repro.numerics.token_sampling import expand_kept
 from ppo_repro.numerics.token_statistics import token_statistics
-from ppo_repro.stages.agreement import Column, require_same_bits
+from ppo_repro.stages.equal_bits import NamedValues, require_same_bits
 
 
 @torch.no_grad()
@@ -41,7 +41,7 @@ def cross_check(config: RunConfig, state: TrainState, rollout: Rollout, forward:
     of_tokens = logits(state.cpu_policy, changed)
     eligible = expand_kept(rollout.kept_tokens[tokens], of_tokens.shape[-1])
     computed, _ = token_statistics(of_tokens, batch.targets, rollout.temperature, eligible, "deterministic")
-    of_card, of_cpu = Column("old_logprobs", forward.old_logprobs[tokens]), Column("cpu_logprobs", computed)
+    of_card, of_cpu = NamedValues("old_logprobs", forward.old_logprobs[tokens]), NamedValues("cpu_logprobs", computed)
     require_same_bits(state.iteration, rollout.lengths, of_card, of_cpu, tokens)
     state.cross_checked += len(tokens)
 

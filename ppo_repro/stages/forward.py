@@ -48,7 +48,7 @@ class Distributions(NamedTuple):
     reverse_ref_kl: Tensor  # KL(reference || policy); empty unless the reward charges it
 
 
-class Scores(NamedTuple):
+class TokenResults(NamedTuple):
     """Results of the networks for n response tokens before an update."""
 
     of_tokens: Distributions
@@ -105,7 +105,7 @@ def values_in_reward_units(model: ValueModel, returns: ReturnStatistics, hidden:
     return predictions * returns.scale + returns.mean if returns.count else predictions
 
 
-def _score(state: TrainState, m: MicroBatch, rollout: Rollout, config: RunConfig) -> Scores:
+def _score(state: TrainState, m: MicroBatch, rollout: Rollout, config: RunConfig) -> TokenResults:
     """Score the tokens of a micro-batch by policy, reference, and any value head on the policy's trunk."""
     trunk = trunk_of(state.policy)
     with_routes = config.records.level == "deep" and bool(routers(trunk))
@@ -117,7 +117,7 @@ def _score(state: TrainState, m: MicroBatch, rollout: Rollout, config: RunConfig
     of_tokens = _distributions(state, config.kl, config.numerics.mode, m, scored_hidden, rollout)
     head, returns = state.value_head, state.coefficients.returns
     values = torch.empty(0) if head is None else values_in_reward_units(head, returns, hidden, m)
-    return Scores(of_tokens=of_tokens, routes=routes, values=values)
+    return TokenResults(of_tokens=of_tokens, routes=routes, values=values)
 
 
 def _distributions(

@@ -223,7 +223,7 @@ def minibatches(sequences: int, size: int, seed: int, iteration: int, epoch: int
     return [chunk.sort().values for chunk in order.split(size)]
 
 
-class Turn(NamedTuple):
+class PlannedStep(NamedTuple):
     """One minibatch of one epoch, and which models take a step on it."""
 
     epoch: int
@@ -244,8 +244,8 @@ class Schedule:
     iteration: int
     stopped: bool = False
 
-    def turns(self, sequences: int) -> Iterator[Turn]:
-        """Yield the turns on so many responses in order, until no model takes a step."""
+    def planned_steps(self, sequences: int) -> Iterator[PlannedStep]:
+        """Yield the steps on so many responses in order, until no model takes a step."""
         ppo, value, seed = self.config.ppo, self.config.value, self.config.seed
         value_epochs = value.epochs or ppo.epochs if isinstance(value, SeparateValue) else 0
         for epoch in range(max(ppo.epochs, value_epochs)):
@@ -253,7 +253,7 @@ class Schedule:
                 of_policy, of_value = epoch < ppo.epochs and not self.stopped, epoch < value_epochs
                 if not (of_policy or of_value):
                     return
-                yield Turn(epoch, number, chosen, of_policy, of_value)
+                yield PlannedStep(epoch, number, chosen, of_policy, of_value)
 
     def follow(self, update: PolicyUpdate) -> None:
         """Let the policy's step decide whether the policy takes another one."""

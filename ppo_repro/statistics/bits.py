@@ -48,7 +48,7 @@ def iteration_agreement(
         values: [K] values of the first minibatch before the update; none without a value model.
         new_values: [K] the same values computed again, before any step.
     """
-    # not by `statistics.mismatch`: a run records these numbers, so the difference stays a float32
+    # not by `statistics.mismatch_metrics`: a run records these numbers, so the difference stays a float32
     with np.errstate(invalid="ignore"):  # infinities of one sign
         largest = float(np.abs(old - rollout).max())
     return IterationAgreement(

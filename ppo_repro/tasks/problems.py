@@ -178,7 +178,7 @@ def all_different(entries: Iterable[tuple[str, str, Problem]]) -> list[Problem]:
     return problems
 
 
-def read_file(
+def read_problems(
     path: Path, chat_template: bool = False, template: str | None = None, field: str = FIELD
 ) -> list[Problem]:
     """Read one problem per line, or per row of a Parquet file; all problems have answers, or none has one.
@@ -302,13 +302,13 @@ def _read_once(field: str, path: Path, task: JsonlTask) -> list[Problem]:
     try:
         about = path.stat()
     except OSError:
-        return read_file(path, *how)  # says why it cannot be read
+        return read_problems(path, *how)  # says why it cannot be read
     return _read(path, about.st_mtime_ns, about.st_size, how)
 
 
 @lru_cache(maxsize=2)  # prompts to train on, and to evaluate on
 def _read(path: Path, modified: int, size: int, how: tuple[bool, str | None, str]) -> list[Problem]:
-    return read_file(path, *how)
+    return read_problems(path, *how)
 
 
 def _load_file(task: PythonTask, process: UserProcess) -> dict[str, UserFunction]:

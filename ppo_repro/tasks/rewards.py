@@ -24,8 +24,8 @@ from ppo_repro.config.tasks import (
     TaskConfig,
     Verifier,
 )
-from ppo_repro.tasks.numbers import is_number, last_number
 from ppo_repro.tasks.problems import Problem, Source, row_of
+from ppo_repro.tasks.written_numbers import is_number, last_number
 from ppo_repro.user.process import UserFunction, UserProcess, check_alone, check_repeats, load_reward
 
 _TAGS = re.compile(r"<answer>((?:(?!</?answer>).)*)</answer>", re.S)
@@ -38,9 +38,9 @@ _FORMAT = re.compile(
 
 
 def extracted(response: str, extraction: AnswerExtraction) -> str | None:
-    """Return the answer in a response: the whole text, the last number (`numbers.py`), or the last answer tags' text.
+    """Return the answer in a response: the whole text, its last number, or the text of its last answer tags.
 
-    None if the response has no number or no answer tags.
+    None if the response has no number or no answer tags. `written_numbers.py` says what a number is.
     """
     if extraction == "exact":
         return response

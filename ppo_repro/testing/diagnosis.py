@@ -18,16 +18,16 @@ import numpy as np
 import pandas as pd
 
 from ppo_repro.base.errors import UserError
-from ppo_repro.statistics.mismatch import MismatchSums, merged_sums, metric_values, mismatch_sums, with_mismatch
+from ppo_repro.statistics.mismatch_metrics import MismatchSums, merged_sums, metric_values, mismatch_sums, with_mismatch
 from ppo_repro.testing.advice import ADVICE, CauseName
 from ppo_repro.testing.dumps import Names
 from ppo_repro.testing.evidence import (
-    Group,
     GroupColumn,
+    GroupSums,
     OptionalColumn,
     PatternSums,
     added_patterns,
-    ordered,
+    ordered_pairs,
     pattern_sums,
 )
 from ppo_repro.testing.pairs import Source, evidence_of
@@ -121,7 +121,7 @@ def diagnose_chunks(chunks: Iterable[pd.DataFrame]) -> Diagnosis:
     """
     sizes, patterns = list[MismatchSums](), list[PatternSums]()
     for chunk in chunks:
-        for _, pairs in ordered(chunk).groupby("iteration", sort=True):
+        for _, pairs in ordered_pairs(chunk).groupby("iteration", sort=True):
             tokens = with_mismatch(pairs)
             sizes.append(mismatch_sums(tokens))
             patterns.append(pattern_sums(tokens))
@@ -208,7 +208,7 @@ def _temperature(sums: PatternSums) -> tuple[float, float]:
     return float(best), float(residual(best)) / sums.delta_sq
 
 
-def _only_one_group(clean: Group, dirty: Group) -> bool:
+def _only_one_group(clean: GroupSums, dirty: GroupSums) -> bool:
     """Return whether, beyond chance, no sequence of `clean` differs and some sequences of `dirty` do.
 
     If z of n sequences, chosen at random, do not differ, then all u sequences of the first group are among the z with
@@ -220,7 +220,7 @@ def _only_one_group(clean: Group, dirty: Group) -> bool:
     return math.prod((equal - i) / (n - i) for i in range(u)) <= ACCIDENT
 
 
-def _ten_times(clean: Group, dirty: Group) -> bool:
+def _ten_times(clean: GroupSums, dirty: GroupSums) -> bool:
     """Return whether the mean |delta| of the sequences of `dirty` is clearly 10 times the mean of `clean`."""
     if min(clean.sequences, dirty.sequences) < 2:
         return False

@@ -1,7 +1,7 @@
 """Sum what tells the cause of a mismatch: the pattern of delta over the tokens of one iteration.
 
 `delta = logprobs_b - logprobs_a` (trainer minus sampler, nats), all arithmetic in float64 on the recorded float32.
-`statistics.mismatch` sums how large delta is.
+`statistics.mismatch_metrics` sums how large delta is.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import numpy.typing as npt
 import pandas as pd
 
 from ppo_repro.base.errors import UserError
+from ppo_repro.records.logprob_pairs import KEY, PAIR
 from ppo_repro.statistics.bits import in_bfloat16, in_float16
 from ppo_repro.statistics.kl import Floats
 from ppo_repro.testing.dumps import ROUNDING
-from ppo_repro.testing.pairs import KEY, PAIR
 
 # optional columns, each of which parts the sequences in two groups: 0 at all tokens, and above 0 at some token
 GroupColumn = Literal["pad_length", "steps_since_sync", "id_differs", "prompt_differs"]
@@ -27,7 +27,7 @@ OptionalColumn = GroupColumn | Literal["entropies", "log_kept_mass"]
 
 
 @dataclass(frozen=True)
-class Group:
+class GroupSums:
     """Sums over a group of sequences."""
 
     sequences: float = 0.0  # their number
@@ -45,7 +45,7 @@ class Formats:
     bfloat16: float = 0.0
 
 
-Record = TypeVar("Record", Group, Formats)
+Record = TypeVar("Record", GroupSums, Formats)
 
 
 @dataclass(frozen=True)
@@ -82,11 +82,11 @@ class PatternSums:
     formats_a: Formats = Formats()
     formats_b: Formats = Formats()
     columns: frozenset[OptionalColumn] = frozenset()  # that all tokens have
-    by_column: Mapping[GroupColumn, tuple[Group, Group]] = field(default_factory=dict)
+    by_column: Mapping[GroupColumn, tuple[GroupSums, GroupSums]] = field(default_factory=dict)
 
-    def groups(self, column: GroupColumn) -> tuple[Group, Group]:
+    def groups(self, column: GroupColumn) -> tuple[GroupSums, GroupSums]:
         """Return the sequences where a column is 0, and the sequences where it is above 0."""
-        return self.by_column.get(column, (Group(), Group()))
+        return self.by_column.get(column, (GroupSums(), GroupSums()))
 
 
 def pattern_sums(tokens: pd.DataFrame) -> PatternSums:
@@ -127,7 +127,7 @@ def _by_field(records: Sequence[Record]) -> Record:
     return type(records[0])(*map(sum, zip(*map(astuple, records), strict=True)))
 
 
-def ordered(pairs: pd.DataFrame) -> pd.DataFrame:
+def ordered_pairs(pairs: pd.DataFrame) -> pd.DataFrame:
     """Return the pairs in the order of KEY.
 
     Raises UserError on missing columns, log-probs not in float32, or repeated tokens.
@@ -202,12 +202,12 @@ def _by_token(token_id: npt.NDArray[Any], b: Floats, delta: Floats) -> PatternSu
 def _optional(tokens: pd.DataFrame, b: Floats, delta: Floats) -> Iterator[PatternSums]:
     """Yield the sums of each optional column that all tokens have, and of those with a second pass."""
 
-    def column(name: str) -> Floats:
+    def numbers(name: str) -> Floats:
         """Return a column of the frame; NaN if the frame, or a response of a file, lacks it."""
         return tokens[name].to_numpy().astype(np.float64) if name in tokens else np.full(len(tokens), np.nan)
 
     # delta_sq is of all tokens, so the sums of a column must be of all tokens too
-    entropy, squares, mass = column("entropies"), column("prob_sq_sums"), column("log_kept_mass")
+    entropy, squares, mass = numbers("entropies"), numbers("prob_sq_sums"), numbers("log_kept_mass")
     if (np.isfinite(entropy) & (squares > 0)).all():
         x, k = b + entropy, entropy + np.log(squares)
         yield PatternSums(
@@ -220,7 +220,7 @@ def _optional(tokens: pd.DataFrame, b: Floats, delta: Floats) -> Iterator[Patter
         )
     if np.isfinite(mass).all():
         yield PatternSums(columns=frozenset({"log_kept_mass"}), mass_sq=_total((delta - mass) ** 2))
-    again = column("logprobs_b_again")
+    again = numbers("logprobs_b_again")
     twice = np.isfinite(again)
     yield PatternSums(
         again=_total(twice),
@@ -242,8 +242,8 @@ def _groups(tokens: pd.DataFrame, delta: Floats, owner: npt.NDArray[np.int64]) -
         yield PatternSums(columns=frozenset({column}), by_column={column: groups})
 
 
-def _group(means: Floats) -> Group:
-    return Group(float(len(means)), _total(means == 0.0), _total(means), _total(means**2))
+def _group(means: Floats) -> GroupSums:
+    return GroupSums(float(len(means)), _total(means == 0.0), _total(means), _total(means**2))
 
 
 def _formats(side: npt.NDArray[np.float32]) -> Formats:

@@ -1,6 +1,6 @@
 """Assert limits on the mismatch of sampler and trainer, in a recorded run or a dump. Only a `.pt` dump loads torch.
 
-Pairs are the frames of `testing.pairs`.
+Pairs are the frames of `records.logprob_pairs`.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ import pandas as pd
 
 from ppo_repro.base.errors import UserError
 from ppo_repro.records import reader
+from ppo_repro.records.logprob_pairs import KEY, pairs_of_iteration
 from ppo_repro.statistics.draws import NONE, Draws, draws_of
-from ppo_repro.statistics.mismatch import metric_values, mismatch_sums, with_mismatch
+from ppo_repro.statistics.mismatch_metrics import metric_values, mismatch_sums, with_mismatch
 from ppo_repro.testing.dumps import Names, impossible
-from ppo_repro.testing.pairs import KEY, Source, imported_pairs, is_run, pairs_of_iteration
+from ppo_repro.testing.pairs import Source, imported_pairs, is_run
 
 SIDES = {"sampler": "logprobs_a", "trainer": "logprobs_b"}
 COLUMNS = [*KEY, *SIDES.values()]

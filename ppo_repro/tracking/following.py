@@ -16,7 +16,7 @@ from ppo_repro.grids.cell import run_of
 from ppo_repro.records import manifest
 from ppo_repro.records.grid import CELLS
 from ppo_repro.records.manifest import Head
-from ppo_repro.tracking.numbers import RunNumbers, Scalar
+from ppo_repro.tracking.scalars import RunNumbers, Scalar
 
 POLL_SECONDS = 1.0
 ENVIRONMENT_FIELDS = ("code_digest", "git_commit", "git_dirty", "python", "platform")  # copied

@@ -15,7 +15,7 @@ from ppo_repro.user.file import load_callable
 
 if TYPE_CHECKING:
     from ppo_repro.records.manifest import Head
-    from ppo_repro.tracking.numbers import Scalar
+    from ppo_repro.tracking.scalars import Scalar
 
 FIELD = "--track"
 

@@ -34,7 +34,7 @@ from ppo_repro.records.label import read_label
 from ppo_repro.records.manifest import Head
 from ppo_repro.records.notes import end_time, read_note, start_time
 from ppo_repro.tracking.following import ENVIRONMENT_FIELDS, IsOver, begun, follow, labels_of, write_page
-from ppo_repro.tracking.numbers import Scalar, sentences
+from ppo_repro.tracking.scalars import Scalar, sentences
 
 # MLflow's defaults retry for minutes; the user's environment wins
 PATIENCE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10"}

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 from ppo_repro.base.errors import UserError
 from ppo_repro.config.files import read_tree
 from ppo_repro.records import manifest
-from ppo_repro.records.folder import CONFIG_NAME, check_config
+from ppo_repro.records.folder import CONFIG_NAME, checked_config_path
 from ppo_repro.records.manifest import Head
 from ppo_repro.records.notes import end_time, start_time
 from ppo_repro.tracking.following import IsOver, follow
-from ppo_repro.tracking.numbers import Scalar, sentences
+from ppo_repro.tracking.scalars import Scalar, sentences
 
 if TYPE_CHECKING:
     from tensorboardX import SummaryWriter
@@ -45,7 +45,7 @@ class _RunCopy:
 
     def __init__(self, run_dir: Path, events: Path) -> None:
         recorded = manifest.load_head(run_dir)
-        check_config(run_dir, recorded)
+        checked_config_path(run_dir, recorded)
         self._run_dir, self._writer = run_dir, _writer(events)
         text = (run_dir / CONFIG_NAME).read_text(encoding="utf-8")
         indented = "\n".join(f"    {line}" for line in text.splitlines())

@@ -30,7 +30,7 @@ from ppo_repro.records.label import read_label
 from ppo_repro.records.manifest import Head
 from ppo_repro.records.notes import read_note
 from ppo_repro.tracking.following import ENVIRONMENT_FIELDS, IsOver, follow, labels_of, write_page
-from ppo_repro.tracking.numbers import Scalar, sentences
+from ppo_repro.tracking.scalars import Scalar, sentences
 
 FILES = "ppo_repro"  # the folder of our files in a W&B run
 KEPT = (MANIFEST, manifest.LOG_NAME, CONFIG_NAME, ENVIRONMENT_NAME)

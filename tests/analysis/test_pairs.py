@@ -8,30 +8,17 @@ from typing import Any
 
 import pandas as pd
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from ppo_repro.analysis.agreement import run_agreement
 from ppo_repro.analysis.clipping import load_iterations
 from ppo_repro.analysis.grid_outcomes import clip_shares_of_cell, mismatch_of_cell
 from ppo_repro.analysis.pairs import run_pairs
-from ppo_repro.analysis.report.data.page_numbers import read_page_numbers
-from ppo_repro.analysis.report.data.run_curves import summary_tables
 from ppo_repro.analysis.report.data.run_facts import read_facts
+from ppo_repro.analysis.report.run_page import run_page
 from ppo_repro.analysis.tokenization.tables import summary_by_iteration
 from ppo_repro.records import manifest, reader
-from ppo_repro.testing.pairs import (
-    KEY,
-    LAG,
-    OPTIONAL,
-    PAIR,
-    ROUTE,
-    TURN,
-    evidence_of,
-    routes_of,
-    turns_of,
-    with_lag_turn_route,
-)
+from ppo_repro.records.logprob_pairs import KEY, OPTIONAL, PAIR
+from ppo_repro.testing.pairs import evidence_of
 from tests.support.synthetic_run import bits
 
 
@@ -61,7 +48,7 @@ def test_the_first_new_log_probs_of_a_run(native_run: Path) -> None:
 @pytest.mark.parametrize(
     "read",
     [
-        lambda run: read_page_numbers(facts := read_facts(run), *summary_tables(facts)),
+        lambda run: run_page(read_facts(run), 12),
         lambda run: list(evidence_of(run)),
         lambda run: list(run_pairs(run, "old_vs_first_new")),
         lambda run: list(load_iterations(run)),
@@ -79,28 +66,3 @@ def test_a_reader_of_three_iterations_does_not_read_the_manifest_for_each(
     monkeypatch.setattr(manifest, "load", lambda run_dir: loaded.append(run_dir) or load(run_dir))
     read(native_run)
     assert len(loaded) < 3
-
-
-@given(st.lists(st.booleans(), max_size=12))
-def test_a_turn_is_how_often_the_environment_spoke_before(forced: list[bool]) -> None:
-    speaks = [now and not (i and forced[i - 1]) for i, now in enumerate(forced)]
-    expected = [sum(speaks[:i]) for i, is_forced in enumerate(forced) if not is_forced]
-    assert turns_of([int(f) for f in forced]).tolist() == expected
-
-
-def test_lags_turns_and_routes_by_hand() -> None:
-    """Two responses: the second token of the first one flips; the environment spoke before its last token."""
-    tokens = pd.DataFrame(
-        {
-            "iteration": 2,
-            "sequence": [0, 0, 0, 1],
-            "rollout_routes": [[0, 1], [0, 1], [0, 1], [2]],
-            "policy_routes": [[0, 1], [0, 2], [0, 1], [2]],
-        }
-    )
-    assert routes_of(tokens).tolist() == [0, 2, 1, 0]
-    sequences = pd.DataFrame(
-        {"sequence": [0, 1], "rollout_policy_versions": [[0, 1, 2], [2]], "is_forced": [[0, 0, 1, 0], [0]]}
-    )
-    found = with_lag_turn_route(tokens, sequences)
-    assert found[[LAG, TURN, ROUTE]].to_numpy().T.tolist() == [[2, 1, 0, 0], [0, 0, 1, 0], [0, 2, 1, 0]]

@@ -11,9 +11,10 @@ from ppo_repro.analysis.mismatch import mismatch_by_iteration, mismatch_summary,
 from ppo_repro.analysis.pairs import iteration_of, masked_tokens
 from ppo_repro.analysis.remedies import remedy_table
 from ppo_repro.base.errors import UserError
+from ppo_repro.records.logprob_pairs import PAIR
 from ppo_repro.testing import Names
 from ppo_repro.testing.diagnosis import diagnose_chunks
-from ppo_repro.testing.pairs import PAIR, imported_pairs
+from ppo_repro.testing.pairs import imported_pairs
 from tests.support.json_lines import write_lines
 from tests.testing.audit.rows import ROWS
 

@@ -16,9 +16,9 @@ from ppo_repro.base.errors import UserError
 from ppo_repro.base.lock import has_writer, only_writer
 from ppo_repro.grids import grid as grid_module
 from ppo_repro.grids.cell import Order, cell_state, finish_cell, record_result, run_of, start_cell
-from ppo_repro.grids.clusters import Ray
 from ppo_repro.grids.executor import Executor, Processes, Results
 from ppo_repro.grids.grid import Outcome, lines, run_grid
+from ppo_repro.grids.ray_and_slurm import Ray
 from ppo_repro.grids.spec import Cell, load_grid
 from ppo_repro.records import manifest, reader
 from ppo_repro.records.folder import load_any_recorded_config
@@ -232,7 +232,7 @@ def test_a_cell_whose_reward_was_edited_is_refused_or_run_again(
 def laid_out(folder: Path, **fields: object) -> Order:
     """The order of the one cell of a grid, with its configuration in its folder."""
     cell = load_grid(grid_file(folder, {}, [1], **fields)).cells[0]
-    grid_module.lay_out(cell, folder / "cell")
+    grid_module.write_config(cell, folder / "cell")
     return Order(cell.name, str(folder / "cell"), 1)
 
 
@@ -240,7 +240,7 @@ def laid_out(folder: Path, **fields: object) -> Order:
 def test_an_interrupted_cell_with_a_damaged_log_is_named_and_stops_no_other(tmp_path: Path) -> None:
     path = grid_file(tmp_path, {}, [1, 2])
     cell, folder = load_grid(path).cells[0], tmp_path / "g" / "cells" / "seed=1"
-    grid_module.lay_out(cell, folder)
+    grid_module.write_config(cell, folder)
     with pytest.raises(KeyboardInterrupt):
         run(cell.config, folder, Stopped(2))  # type: ignore[arg-type]
     log = run_of(folder) / manifest.LOG_NAME  # type: ignore[operator]

@@ -19,7 +19,7 @@ from transformers import CohereConfig, CohereForCausalLM, PretrainedConfig, PreT
 from ppo_repro.base.errors import UserError
 from ppo_repro.models.batches import lay_out
 from ppo_repro.models.networks import make_policy, policy_logits
-from ppo_repro.numerics.families import FAMILIES, Family, Names, attention_of
+from ppo_repro.numerics.families import FAMILIES, Family, FamilyNames, attention_of
 from ppo_repro.numerics.lowering import Lowered, lower
 from ppo_repro.numerics.network import network_of
 from ppo_repro.numerics.rotary import tables
@@ -91,7 +91,7 @@ def wrong_rows() -> Iterator[Any]:
         for name, default in computing.items():
             if getattr(row, name) != default:
                 yield pytest.param(kind, replace(row, **{name: default}), id=f"{kind}: {name}")
-    before = Names(norm1="post_attention_layernorm", norm2="post_feedforward_layernorm")
+    before = FamilyNames(norm1="post_attention_layernorm", norm2="post_feedforward_layernorm")
     yield pytest.param("olmo2", replace(FAMILIES["olmo2"], names=before), id="olmo2: norms before")
     for kind in ("gemma2", "gemma3_text"):
         names = FAMILIES[kind].names
@@ -99,8 +99,8 @@ def wrong_rows() -> Iterator[Any]:
         yield pytest.param(kind, replace(FAMILIES[kind], names=turned), id=f"{kind}: norms exchanged")
 
 
-@pytest.mark.parametrize("names", [Names(norm2=None), Names(norm1_after="x")])
-def test_a_row_with_one_of_two_norms_is_refused(names: Names) -> None:
+@pytest.mark.parametrize("names", [FamilyNames(norm2=None), FamilyNames(norm1_after="x")])
+def test_a_row_with_one_of_two_norms_is_refused(names: FamilyNames) -> None:
     with pytest.raises(AssertionError, match="x: the kernels need both norms of a layer, or neither"):
         Family("x", names)
 

@@ -19,7 +19,7 @@ from ppo_repro.base.errors import UserError
 from ppo_repro.commands.cli import exit_code_of
 from ppo_repro.config.dpo import DPOConfig
 from ppo_repro.config.files import validated
-from ppo_repro.preferences.pairs import Preference, pairs_of_file
+from ppo_repro.preferences.preference_pairs import Preference, pairs_of_file
 from ppo_repro.records import manifest, reader
 from ppo_repro.tasks.problems import Problem, arithmetic
 from ppo_repro.tasks.templates import encoder

@@ -17,7 +17,7 @@ from ppo_repro.engine import Request
 from ppo_repro.models.networks import make_policy
 from ppo_repro.numerics.adamw import AdamWSettings
 from ppo_repro.numerics.optimizer import Optimizer
-from ppo_repro.preferences.pairs import Preference
+from ppo_repro.preferences.preference_pairs import Preference
 from ppo_repro.preferences.training import PairScorer, PairTraining
 from ppo_repro.runs.dpo import sequence_kl
 from ppo_repro.runs.prepare import prepare

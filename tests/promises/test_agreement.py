@@ -14,8 +14,8 @@ from ppo_repro.analysis.agreement import agreement_of, run_agreement
 from ppo_repro.analysis.mismatch import mismatch_by_iteration, mismatch_table
 from ppo_repro.analysis.pairs import run_pairs
 from ppo_repro.records import reader
+from ppo_repro.records.logprob_pairs import KEY
 from ppo_repro.runs.summary import summarise
-from ppo_repro.testing.pairs import KEY
 
 
 def by_loop(run_dir: Path) -> dict[str, float]:

@@ -18,7 +18,7 @@ from ppo_repro.control import loop
 from ppo_repro.control.buffers import Rollout
 from ppo_repro.records import manifest, reader
 from ppo_repro.runs.resume import Resumed
-from ppo_repro.stages.agreement import UnequalBits
+from ppo_repro.stages.equal_bits import UnequalBits
 from tests.support import synthetic_run
 from tests.support.control import rerun, resume, run, small_control
 from tests.support.row_dependent import row_dependent_linear

@@ -26,7 +26,7 @@ from ppo_repro.sampling.sglang import command
 from ppo_repro.sampling.sglang.client import Call, ask
 from ppo_repro.sampling.sglang.engine import SGLangEngine
 from ppo_repro.sampling.sglang.plugin.names import ARCHITECTURES
-from ppo_repro.stages.agreement import UnequalBits
+from ppo_repro.stages.equal_bits import UnequalBits
 from tests.support.cli import sets
 from tests.support.language import rerun, small_run
 from tests.support.models import CONTEXT, ragged, source_model, unequal

@@ -14,7 +14,7 @@ from matplotlib import pyplot as plt
 from experiments import answers
 from ppo_repro.base.errors import UserError
 from ppo_repro.grids.spec import load_grid
-from ppo_repro.grids.study import Reproduction, chosen_cells, first_difference, read_results
+from ppo_repro.grids.study import Reproduction, chosen_cells, first_changed_value, read_results
 from tests.support.cli import Cli
 from tests.support.paths import ROOT
 
@@ -60,9 +60,9 @@ def test_a_changed_value_is_found() -> None:
     """The negative control."""
     committed = read_results(STUDIES[0] / "results.csv")
     name, row = next(iter(committed.items()))
-    assert first_difference(committed, committed) == ""
+    assert first_changed_value(committed, committed) == ""
     for column in row.keys() - {"cell"}:
-        said = first_difference(committed, {name: {**row, column: "x"}})
+        said = first_changed_value(committed, {name: {**row, column: "x"}})
         assert said == f"{name}: {column} is x, and {row[column]} in results.csv"
 
 

@@ -15,7 +15,7 @@ from ppo_repro.base.watcher import Silent
 from ppo_repro.buffers import Episode
 from ppo_repro.records import manifest, reader
 from ppo_repro.runs import prepare
-from ppo_repro.stages.agreement import UnequalBits, require_sampler_agrees
+from ppo_repro.stages.equal_bits import UnequalBits, require_sampler_agrees
 from ppo_repro.stages.forward import score_rollout
 from ppo_repro.stages.rollout import choose_prompts, roll_out
 from tests.support.language import rerun, resume

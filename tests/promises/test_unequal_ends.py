@@ -23,7 +23,7 @@ from ppo_repro.records import manifest, reader
 from ppo_repro.records.folder import UNEQUAL, UNEQUAL_TOKENS
 from ppo_repro.runs.resume import Resumed
 from ppo_repro.runs.verify_files import verify_files
-from ppo_repro.stages.agreement import UnequalBits
+from ppo_repro.stages.equal_bits import UnequalBits
 from tests.support.cli import Cli
 from tests.support.language import rerun, resume, run, tiny_run
 from tests.support.paths import TINY

@@ -10,7 +10,7 @@ import pytest
 
 from ppo_repro import buffers
 from ppo_repro.control import buffers as control
-from ppo_repro.preferences.pairs import Preference
+from ppo_repro.preferences.preference_pairs import Preference
 from ppo_repro.preferences.training import PreferenceStep
 from ppo_repro.records import arrow, schema
 from tests.support import synthetic_run

@@ -17,7 +17,7 @@ from ppo_repro.base.mode import Precision
 from ppo_repro.config.files import load_config
 from ppo_repro.config.yaml_text import read_yaml, write_yaml
 from ppo_repro.grids.executor import Processes
-from ppo_repro.grids.grid import lay_out, run_grid
+from ppo_repro.grids.grid import run_grid, write_config
 from ppo_repro.grids.spec import load_grid
 from ppo_repro.numerics import library
 from ppo_repro.records import manifest
@@ -127,7 +127,7 @@ def test_a_grid_recorded_with_fewer_fields_keeps_every_cell(tmp_path: Path) -> N
     grid = load_grid(grid_file(tmp_path, {}, [1, 2]))
     for cell in grid.cells:
         folder = tmp_path / "g" / "cells" / cell.name
-        lay_out(cell, folder)
+        write_config(cell, folder)
         run(load_config(folder / "config.yaml"), folder)
         aged(run_below(folder))
         with_fewer_fields(folder / "config.yaml")

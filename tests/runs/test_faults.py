@@ -18,8 +18,8 @@ from ppo_repro.base.seeding import words
 from ppo_repro.config.files import load_config
 from ppo_repro.config.inputs import run_folder
 from ppo_repro.records import manifest, reader
+from ppo_repro.records.logprob_pairs import run_evidence
 from ppo_repro.testing.diagnosis import diagnose_chunks
-from ppo_repro.testing.pairs import run_evidence
 from tests.support.language import resume, run, tiny_run
 from tests.support.paths import TINY
 from tests.support.resume import Stopped

@@ -18,7 +18,7 @@ from ppo_repro.config.files import load_config
 from ppo_repro.config.run import RunConfig
 from ppo_repro.records import manifest, reader
 from ppo_repro.records.diff import first_difference
-from ppo_repro.testing.pairs import ROUTE, ROUTES
+from ppo_repro.records.logprob_pairs import ROUTE, ROUTES
 from tests.support.language import run
 from tests.support.paths import TINY
 from tests.support.recipes import UNPADDED_LAYOUT

@@ -15,8 +15,8 @@ from ppo_repro.config.files import load_config
 from ppo_repro.config.run import RunConfig
 from ppo_repro.models.state import TrainState
 from ppo_repro.runs.prepare import prepare
-from ppo_repro.stages.agreement import UnequalBits
 from ppo_repro.stages.cross_check import cross_check
+from ppo_repro.stages.equal_bits import UnequalBits
 from ppo_repro.stages.forward import score_rollout
 from ppo_repro.stages.rollout import choose_prompts, roll_out
 from tests.support.paths import TINY

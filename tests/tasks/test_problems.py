@@ -15,7 +15,7 @@ from ppo_repro.base.errors import UserError
 from ppo_repro.base.watcher import Silent
 from ppo_repro.config.tasks import JsonlTask, PythonTask
 from ppo_repro.tasks.dialogue import around_reply
-from ppo_repro.tasks.problems import Problem, Split, arithmetic, column_addition, load_source, read_file, split
+from ppo_repro.tasks.problems import Problem, Split, arithmetic, column_addition, load_source, read_problems, split
 from ppo_repro.tasks.templates import encode_all, encoder
 from ppo_repro.tasks.tokenizer import train_bpe
 from tests.support.runs import small_config
@@ -80,7 +80,7 @@ def test_a_split_depends_on_the_seed_and_leaves_something_to_train_on() -> None:
 def test_jsonl_reads_any_text(tmp_path_factory: pytest.TempPathFactory, text: str, escaped: bool) -> None:
     """Also U+2028, U+0085 and others that cut a text into lines elsewhere but may stand in JSON as they are."""
     line = json.dumps({"prompt": text, "answer": text}, ensure_ascii=escaped)
-    assert read_file(jsonl(tmp_path_factory.mktemp("text"), line)) == [Problem(text, text, text)]
+    assert read_problems(jsonl(tmp_path_factory.mktemp("text"), line)) == [Problem(text, text, text)]
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_jsonl_reads_any_text(tmp_path_factory: pytest.TempPathFactory, text: st
 def test_a_mistake_in_jsonl_is_named_with_its_line(tmp_path: Path, line: str, message: str) -> None:
     path = jsonl(tmp_path, {"prompt": "fine", "answer": "1"}, "", line)
     with pytest.raises(UserError) as caught:
-        read_file(path, chat_template=True)
+        read_problems(path, chat_template=True)
     assert str(caught.value).startswith(f"{path}:3: {message}")
 
 
@@ -129,13 +129,13 @@ def test_prompts_are_texts_or_lists_of_messages_in_a_chat_template(tmp_path: Pat
     tokenizer = chat_tokenizer()
     chat = [{"role": r, "content": c} for r, c in (("user", "ab"), ("assistant", "B"), ("user", "b"))]
     rows = {"prompt": "ab"}, {"prompt": chat}, {"prompt": [{"role": "user", "content": "u"}]}
-    problems = read_file(jsonl(tmp_path, *rows), chat_template=True)
+    problems = read_problems(jsonl(tmp_path, *rows), chat_template=True)
     assert [p.prompt for p in problems] == ["ab", "user: ab\nassistant: B\nuser: b", "u"]
     encode = encoder(tokenizer, of_file(chat_template=True, system_prompt="SB"))
     expected = ["<s|SB><u|ab><a|", "<s|SB><u|ab><a|B><u|b><a|", "<s|SB><u|u><a|"]
     assert [tokenizer.decode(ids) for ids in encode(problems)] == expected
     with pytest.raises(UserError, match=r"p\.jsonl:2: field 'prompt' is a list of messages; chat_template = true re"):
-        read_file(tmp_path / "p.jsonl")
+        read_problems(tmp_path / "p.jsonl")
     system = Problem("k", "x", "", messages=json.dumps([{"role": "system", "content": "S"}, *chat]))
     assert tokenizer.decode(encoder(tokenizer, of_file(chat_template=True))([system])[0]).startswith("<s|S><u|ab>")
     with pytest.raises(UserError, match=r"^task\.system_prompt: prompt 'k' has a system message of its own"):
@@ -197,7 +197,7 @@ def test_a_template_makes_prompts_of_any_fields_and_a_second_file_has_the_held_o
     with pytest.raises(UserError, match=r"task.num_eval_prompts = 3: .*p.jsonl has 2"):
         load_source(task.model_copy(update={"num_eval_prompts": 3}), 0)
     with pytest.raises(UserError, match=r"jsonl:1: task.prompt_template asks for \{a\}; the line has q, nums, answer"):
-        read_file(tmp_path / "p.jsonl", template="{a}")
+        read_problems(tmp_path / "p.jsonl", template="{a}")
     jsonl(tmp_path, lines[3])
     with pytest.raises(UserError, match=r"p.jsonl: key '3\+1\? \[3, 1\] \{\}' is also that of .*train.jsonl"):
         load_source(task, 0)

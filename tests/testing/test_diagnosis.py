@@ -20,9 +20,9 @@ from torch import Tensor
 from ppo_repro import testing
 from ppo_repro.base.errors import UserError
 from ppo_repro.records import reader
+from ppo_repro.records.logprob_pairs import KEY, PAIR
 from ppo_repro.testing.advice import ADVICE
 from ppo_repro.testing.diagnosis import Diagnosis, diagnose_chunks
-from ppo_repro.testing.pairs import KEY, PAIR
 from tests.support.json_lines import write_lines
 
 ITERATIONS, SEQUENCES, LONGEST, VOCAB, EOS = 4, 24, 20, 89, 1

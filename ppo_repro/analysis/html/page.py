@@ -24,7 +24,7 @@ _MARKS = {"holds": "✓", "differs": "≠", "fact": "•"}
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Statement:
     """One sentence of a page; `kind` says whether a promise holds, something differs, or the sentence is a fact."""
 
     kind: Literal["holds", "differs", "fact"]
@@ -36,7 +36,7 @@ class Card:
     """Question of the first screen, with a chart and sentences as its answer, and `blocks` of HTML below."""
 
     question: str
-    verdicts: Sequence[Verdict] = ()
+    statements: Sequence[Statement] = ()
     blocks: Sequence[str] = ()
     chart: str = ""
 
@@ -107,14 +107,14 @@ def folded_table(title: str, frame: pd.DataFrame) -> str:
     return element("details", element("summary", escape(title)) + inside)
 
 
-def _verdict(verdict: Verdict) -> str:
-    mark = element("span", _MARKS[verdict.kind], class_="mark", aria_hidden="true")
-    word = element("span", f"{verdict.kind}: ", class_="unseen")
-    return element("li", mark + word + prose(verdict.text), class_=verdict.kind)
+def _statement(statement: Statement) -> str:
+    mark = element("span", _MARKS[statement.kind], class_="mark", aria_hidden="true")
+    word = element("span", f"{statement.kind}: ", class_="unseen")
+    return element("li", mark + word + prose(statement.text), class_=statement.kind)
 
 
 def _card(card: Card) -> str:
-    sentences = element("ul", "".join(map(_verdict, card.verdicts)), class_="verdicts") if card.verdicts else ""
+    sentences = element("ul", "".join(map(_statement, card.statements)), class_="verdicts") if card.statements else ""
     inside = element("h2", escape(card.question)) + card.chart + sentences + "".join(card.blocks)
     return element("div", inside, class_="answer")
 

@@ -9,7 +9,7 @@ from ppo_repro.analysis.html.markup import sentence, table
 from ppo_repro.analysis.html.page import (
     Card,
     Section,
-    Verdict,
+    Statement,
     facts_html,
     folded_table,
     folded_text,
@@ -18,8 +18,8 @@ from ppo_repro.analysis.html.page import (
 )
 from ppo_repro.analysis.report.data.run_curves import run_curves, summary_tables
 from ppo_repro.analysis.report.data.run_facts import Facts, repeating
-from ppo_repro.analysis.report.sections.curves import Curves, metric_figures, run_chart, step_figure
-from ppo_repro.analysis.report.sections.distributions import distribution_figure
+from ppo_repro.analysis.report.sections.curves import Curves, metric_by_step, metric_figures, run_chart
+from ppo_repro.analysis.report.sections.histograms import distribution_figure
 from ppo_repro.analysis.report.sections.terms import terms
 from ppo_repro.records import reader
 from ppo_repro.runs.summary import summarise
@@ -34,7 +34,7 @@ def dpo_page(facts: Facts) -> str:
     iterations, steps = summary_tables(facts)
     curves, last = run_curves(facts, iterations, steps), [recorded.num_iterations - 1]
     pairs = reader.read_table("margins", folder, iterations=last, columns=["held_out", "margins"])
-    learning = [Verdict("fact", sentence(line)) for line in summarise(folder).sentences]
+    learning = [Statement("fact", sentence(line)) for line in summarise(folder).sentences]
     cards = (
         Card("Did it learn?", learning, chart=run_chart(facts, curves)),
         Card("How to repeat it", blocks=[facts_html(repeating(facts))]),
@@ -57,7 +57,7 @@ def dpo_page(facts: Facts) -> str:
         Section(
             "learning", "Learning", figures=[*metric_figures(content.learning, [Curves("this run", curves)]), after]
         ),
-        Section("steps", "Steps", figures=[step_figure(metric, steps) for metric in content.figures_by_step]),
+        Section("steps", "Steps", figures=[metric_by_step(metric, steps) for metric in content.figures_by_step]),
         Section("numbers", "Numbers and configuration", blocks=blocks),
     )
     return page(facts.name, cards, sections)

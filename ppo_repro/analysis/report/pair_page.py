@@ -9,7 +9,7 @@ from typing import Any
 import pandas as pd
 
 from ppo_repro.analysis.html.markup import Html, differences, element, escape, number, share, table
-from ppo_repro.analysis.html.page import Card, Section, Verdict, folded_table, folded_text, page, scrolled
+from ppo_repro.analysis.html.page import Card, Section, Statement, folded_table, folded_text, page, scrolled
 from ppo_repro.analysis.report.data.run_curves import OneRun, first_and_last, read_run
 from ppo_repro.analysis.report.data.run_facts import Facts, repeating
 from ppo_repro.analysis.report.sections import verdicts
@@ -17,7 +17,7 @@ from ppo_repro.analysis.report.sections.curves import Curves, curve_sections, in
 from ppo_repro.analysis.report.sections.held_out import evaluations, is_at_the_end, prompt_table, shortened
 from ppo_repro.analysis.report.sections.terms import terms
 from ppo_repro.base.errors import UserError
-from ppo_repro.records.changes import setup_changes, setup_of, shown
+from ppo_repro.records.changes import setup_changes, setup_of, value_text
 from ppo_repro.records.diff import RUN, first_difference
 from ppo_repro.records.label import read_label
 from ppo_repro.records.settings import settings_of
@@ -66,45 +66,45 @@ def _line_names(facts: Sequence[Facts]) -> list[str]:
     return [f"{name}: {text}" if text else name for name, text in zip(NAMES, labels, strict=True)]
 
 
-def _learning(runs: Sequence[OneRun]) -> list[Verdict]:
+def _learning(runs: Sequence[OneRun]) -> list[Statement]:
     """Return a sentence about the first and last score or return of each run, and a warning about its weight."""
     sentences = []
     for name, run in zip(NAMES, runs, strict=True):
         for line in run.facts.content.first_chart:
             values = run.curves[run.curves["metric"] == line.key].sort_values("iteration")["value"].tolist()
             if values:
-                sentences.append(Verdict("fact", f"{name} {change(values[0], values[-1])} ({line.title})."))
+                sentences.append(Statement("fact", f"{name} {change(values[0], values[-1])} ({line.title})."))
                 break
     alone = "One run each says nothing about the methods: compare seeds by `ppo-repro analyse table`."
-    return [*sentences, Verdict("fact", alone)]
+    return [*sentences, Statement("fact", alone)]
 
 
-def _first(facts: Sequence[Facts]) -> Verdict:
+def _first(facts: Sequence[Facts]) -> Statement:
     """Return a sentence about the first difference of two runs, with both values."""
     a, b = facts
     if a.manifest.fingerprint == b.manifest.fingerprint:
-        return Verdict("holds", "A and B have the same fingerprint: all results have the same bits.")
+        return Statement("holds", "A and B have the same fingerprint: all results have the same bits.")
     first = first_difference(a.run_dir, b.run_dir)
     if first is None or first.table == RUN:
         counts = " and ".join(str(len(one.iterations)) for one in facts)
         text = f"A and B are the same to the last bit in the iterations that both have ({counts} are recorded)."
-        return Verdict("holds", text)
-    return Verdict("differs", f"A and B first differ: {first.describe('in A', 'in B')}.")
+        return Statement("holds", text)
+    return Statement("differs", f"A and B first differ: {first.describe('in A', 'in B')}.")
 
 
-def _agreement(name: str, run: OneRun) -> list[Verdict]:
-    sentences = [Verdict(v.kind, v.text.replace("The run", name)) for v in verdicts.state(run.facts)]
+def _agreement(name: str, run: OneRun) -> list[Statement]:
+    sentences = [Statement(v.kind, v.text.replace("The run", name)) for v in verdicts.state(run.facts)]
     if run.unequal:
         text = f"{name}: {share(run.unequal, run.tokens)} of log-probs differ between sampler and trainer."
-        return [*sentences, Verdict("differs", text)]
+        return [*sentences, Statement("differs", text)]
     text = f"{name}: sampler and trainer agree on every bit of {run.tokens:,} {run.facts.content.token_unit}."
-    return [*sentences, Verdict("holds", text)]
+    return [*sentences, Statement("holds", text)]
 
 
 def _different(facts: Sequence[Facts]) -> pd.DataFrame:
     """Return the columns field, A, B of all fields, inputs (by SHA-256) and origins of forks that differ."""
     changed = setup_changes(facts[0].run_dir, facts[1].run_dir)
-    rows = [(name, *map(shown, values)) for name, values in sorted(changed.items())]
+    rows = [(name, *map(value_text, values)) for name, values in sorted(changed.items())]
     return pd.DataFrame(rows or [("no field", "the same", "the same")], columns=["field", *NAMES])
 
 

@@ -13,8 +13,8 @@ from ppo_repro.analysis.report.data.run_facts import Facts, repeating
 from ppo_repro.analysis.report.data.token_data import token_data
 from ppo_repro.analysis.report.sections import curves, verdicts
 from ppo_repro.analysis.report.sections.curves import Curves
-from ppo_repro.analysis.report.sections.distributions import change_figures
 from ppo_repro.analysis.report.sections.held_out import samples_section
+from ppo_repro.analysis.report.sections.histograms import change_figures
 from ppo_repro.analysis.report.sections.ratios_and_clipping import clipping_section
 from ppo_repro.analysis.report.sections.sampler_and_trainer import cause_of, mismatch_section
 from ppo_repro.analysis.report.sections.terms import terms
@@ -55,7 +55,7 @@ def run_page(facts: Facts, responses: int) -> str:
     ]
     data = None
     if responses and len(numbers.responses):
-        data = token_data(facts.run_dir, choose_responses(numbers.responses, responses))
+        data = token_data(facts.run_dir, facts.manifest, choose_responses(numbers.responses, responses))
         sections.append(token_section(data, len(numbers.responses)))
     return page(facts.name, cards, sections, data)
 

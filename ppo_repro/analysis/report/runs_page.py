@@ -12,7 +12,7 @@ import pandas as pd
 from ppo_repro.analysis.grid_outcomes import incomplete_cells
 from ppo_repro.analysis.grid_table import SPREAD
 from ppo_repro.analysis.html.markup import Html, element, escape, sentence, share, table
-from ppo_repro.analysis.html.page import Card, Section, Verdict, folded_table, page, scrolled
+from ppo_repro.analysis.html.page import Card, Section, Statement, folded_table, page, scrolled
 from ppo_repro.analysis.report.data.folder_runs import FolderRuns, largest_possible, largest_recorded, read_folder
 from ppo_repro.analysis.report.data.metrics import ANY
 from ppo_repro.analysis.report.data.run_curves import OneRun
@@ -62,7 +62,7 @@ def _result_cards(runs: FolderRuns, lines: Sequence[Curves], forks: Sequence[str
     drawn = [(line, result.key) for line in lines] if result in runs.content.results else []
     chart = curves.curve_chart(title, result.title, drawn) or main_chart(runs.listed[0].facts, lines)
     equal = curves.equal_curves(drawn)
-    on_lines = [Verdict("fact", text) for text in ([sentence(equal)] if equal else []) + [*forks]]
+    on_lines = [Statement("fact", text) for text in ([sentence(equal)] if equal else []) + [*forks]]
     sizes = runs.finals.groupby("point").size()
     spread_of_seeds = SPREAD if sizes.min() >= curves.MANY_SEEDS else "mean (smallest to largest seed)"
     results = scrolled(table(_means(runs), spread_of_seeds if sizes.max() > 1 else "one run of each setting"))
@@ -71,7 +71,7 @@ def _result_cards(runs: FolderRuns, lines: Sequence[Curves], forks: Sequence[str
     bounds = largest_possible(runs, result), largest_recorded(runs, result)
     question, answer, *compared = answer_cards(runs.folder, runs.finals, result, chart, *bounds)
     # the card of the answer has the chart
-    answer = replace(answer, verdicts=[*answer.verdicts, *on_lines])
+    answer = replace(answer, statements=[*answer.statements, *on_lines])
     return [question, answer, Card(f"{title} of each setting", blocks=[results]), *compared]
 
 
@@ -97,10 +97,10 @@ def _left_out(runs: FolderRuns) -> list[Card]:
     missing = [f"{run.relative_to(folder)} ({state})" for run, state in runs.states.items() if state != "complete"]
     if (folder / CELLS).exists() and "state" in (cells := read_grid_table(folder / CELLS)):
         missing += incomplete_cells(cells[cells["run_dir"] == ""])  # a run that failed at its start has no folder
-    verdicts = [Verdict("differs", f"Not complete and not in this page: {', '.join(missing)}.")] if missing else []
+    verdicts = [Statement("differs", f"Not complete and not in this page: {', '.join(missing)}.")] if missing else []
     for copy, unique in runs.copies:
         text = f"{copy.relative_to(folder)} has the fingerprint of {unique.relative_to(folder)}: they count as one run."
-        verdicts.append(Verdict("fact", text))
+        verdicts.append(Statement("fact", text))
     return [Card("Which runs are left out?", verdicts)] if verdicts else []
 
 
@@ -152,18 +152,18 @@ def _link(run_dir: Path, folder: Path, linked_from: Path | None) -> Html:
     return Html(element("a", name, href=Path(os.path.relpath(target, linked_from)).as_posix()))
 
 
-def _verdicts(runs: Sequence[OneRun]) -> list[Verdict]:
+def _verdicts(runs: Sequence[OneRun]) -> list[Statement]:
     if runs[0].facts.manifest.kind == DPO:
-        return [Verdict("fact", "DPO trains on pairs that are given; nothing is sampled.")]
+        return [Statement("fact", "DPO trains on pairs that are given; nothing is sampled.")]
     equal = [run for run in runs if not run.unequal]
     verdicts = []
     if equal:
         tokens = sum(run.tokens for run in equal)
         text = f"Sampler and trainer agree on every bit in {len(equal)} of {len(runs)} runs ({tokens:,} tokens)."
-        verdicts.append(Verdict("holds", text))
+        verdicts.append(Statement("holds", text))
     if len(equal) < len(runs):
         unequal, tokens = (sum(n) for n in zip(*((r.unequal, r.tokens) for r in runs if r.unequal), strict=True))
         where = f"in the other {len(runs) - len(equal)}" if equal else f"in all {len(runs)} runs"
         text = f"{share(unequal, tokens)} of log-probs differ {where} ({unequal:,} of {tokens:,} tokens)."
-        verdicts.append(Verdict("differs", text))
+        verdicts.append(Statement("differs", text))
     return verdicts

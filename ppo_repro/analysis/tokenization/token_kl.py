@@ -14,9 +14,9 @@ import numpy as np
 import pandas as pd
 
 from ppo_repro.analysis.tokenization.words import Boundary, find_words, text_of
+from ppo_repro.records.logprob_pairs import KEY
 from ppo_repro.statistics.clusters import Floats, ratio_of_sums, segment_sums
 from ppo_repro.statistics.kl import k3
-from ppo_repro.testing.pairs import KEY
 
 OFFSETS = ["char_start", "char_end", "byte_start", "byte_end"]
 TOKEN_COLUMNS = [

@@ -19,15 +19,15 @@ from ppo_repro.records.folder import ENVIRONMENT_NAME, load_recorded_config
 from ppo_repro.records.label import UNLABELLED, Label, read_label
 from ppo_repro.records.manifest import Head
 from ppo_repro.records.notes import resumed_notes
+from ppo_repro.records.run_state import state_of
 from ppo_repro.records.settings import Setting, settings_of
-from ppo_repro.records.state import state_of
 
 BATCH = 64  # iterations read at once
 LOOK_SECONDS = 1.0  # between two looks at the runs
 
 
 @dataclass
-class Run:
+class IndexedRun:
     """One run: `read` counts the iterations that were read into the table; `damaged` has a line for each failure."""
 
     number: int  # in the table
@@ -64,7 +64,7 @@ class Index:
     """
 
     def __init__(self, targets: Sequence[Path]) -> None:
-        self.targets, self.runs, self.version, self.others, self.failure = targets, list[Run](), 0, 0, ""
+        self.targets, self.runs, self.version, self.others, self.failure = targets, list[IndexedRun](), 0, 0, ""
         self._described: tuple[list[Setup], list[Setting]] = [], []
         self.responses = Responses()
         self._ended = threading.Event()
@@ -124,11 +124,11 @@ class Index:
             run.head, run.state, run.label = head, state, label
             self._read(run)
 
-    def present(self) -> list[Run]:
+    def present(self) -> list[IndexedRun]:
         """Return the runs that were not removed."""
         return [run for run in self.runs if not run.is_gone]
 
-    def settings(self) -> list[tuple[Run, Setting]]:
+    def settings(self) -> list[tuple[IndexedRun, Setting]]:
         """Return each present run with its setting: its values of the fields in which runs differ."""
         runs = self.present()
         setups, described = [run.setup for run in runs], self._described
@@ -136,8 +136,8 @@ class Index:
             described = self._described = setups, settings_of(setups)
         return list(zip(runs, described[1], strict=True))
 
-    def _added(self, folder: Path, head: Head) -> Run:
-        run = Run(len(self.runs), folder, self._name(folder), head, "", UNLABELLED, *_setup(folder, head))
+    def _added(self, folder: Path, head: Head) -> IndexedRun:
+        run = IndexedRun(len(self.runs), folder, self._name(folder), head, "", UNLABELLED, *_setup(folder, head))
         self.runs.append(run)
         return run
 
@@ -152,13 +152,13 @@ class Index:
         base = next(target for target in self.targets if folder.is_relative_to(target))
         return folder.name if folder == base else str(folder.relative_to(base))
 
-    def _clear(self, run: Run) -> None:
+    def _clear(self, run: IndexedRun) -> None:
         """Remove the responses of a run from the table."""
         self.responses.remove(run.number)
         run.read, run.damaged = 0, {}
         self.version += 1
 
-    def _read(self, run: Run) -> None:
+    def _read(self, run: IndexedRun) -> None:
         while run.read < run.head.num_iterations and not self._ended.is_set():
             batch = range(run.read, min(run.read + BATCH, run.head.num_iterations))
             try:

@@ -11,12 +11,12 @@ import pandas as pd
 from ppo_repro.analysis.report.data import token_data
 from ppo_repro.analysis.tokenization.recorded_tokenizer import PATHS, load_tokenizer
 from ppo_repro.analysis.view.database import Responses, pattern, source
-from ppo_repro.analysis.view.index import Run
+from ppo_repro.analysis.view.index import IndexedRun
 from ppo_repro.base.errors import UserError
 from ppo_repro.records import manifest
 
 
-def tokens_of(responses: Responses, run: Run, row: Mapping[str, Any]) -> dict[str, Any]:
+def tokens_of_response(responses: Responses, run: IndexedRun, row: Mapping[str, Any]) -> dict[str, Any]:
     """Return the data of the token view for one row of the table.
 
     Raises UserError if the run's files cannot be read.
@@ -32,10 +32,10 @@ def tokens_of(responses: Responses, run: Run, row: Mapping[str, Any]) -> dict[st
 
     tables = rows_of("sequences"), rows_of("tokens"), rows_of("updates")
     where = f"{run.name}: iteration {row['iteration']}"
-    return token_data.described(token_data.responses_of(*tables, pd.DataFrame([about]), where))
+    return token_data.view_data(token_data.responses_by_token(*tables, pd.DataFrame([about]), where))
 
 
-def rendered(responses: Responses, run: Run, iteration: int, sequence: int) -> str | None:
+def decoded_prompt(responses: Responses, run: IndexedRun, iteration: int, sequence: int) -> str | None:
     """Return the prompt decoded from its tokens, with special tokens; None if the run has no tokenizer yet."""
     path = next((run.folder / name for name in PATHS if (run.folder / name).is_file()), None)
     file = source([pattern(manifest.table_path(run.folder, "sequences", iteration))])

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ppo_repro.analysis.view.database import literal, pattern, responses_in, source
-from ppo_repro.analysis.view.index import Run
+from ppo_repro.analysis.view.index import IndexedRun
 from ppo_repro.base.errors import UserError
 from ppo_repro.records import manifest
 
@@ -123,7 +123,7 @@ def response_key(asked: Mapping[str, str], runs: int) -> tuple[int, int, int]:
     return run, iteration, sequence
 
 
-def snippet(query: Query, runs: Sequence[Run]) -> str:
+def snippet(query: Query, runs: Sequence[IndexedRun]) -> str:
     """Return Python code that finds the same responses in the Parquet files, with duckdb and pandas alone.
 
     Raises UserError if there is no run, or no iteration that can be read.
@@ -147,7 +147,7 @@ def snippet(query: Query, runs: Sequence[Run]) -> str:
     )
 
 
-def _files(run: Run, table: str) -> list[str]:
+def _files(run: IndexedRun, table: str) -> list[str]:
     """Return patterns of a table's files; with damaged iterations, each file that the page has read."""
     folder = run.folder.resolve()
     if not run.damaged:

@@ -25,7 +25,7 @@ from ppo_repro.analysis.html.page import document
 from ppo_repro.analysis.html.token_area import token_area
 from ppo_repro.analysis.view.database import TIMEOUT_SECONDS, Slow
 from ppo_repro.analysis.view.index import Index
-from ppo_repro.analysis.view.one_response import rendered, tokens_of
+from ppo_repro.analysis.view.one_response import decoded_prompt, tokens_of_response
 from ppo_repro.analysis.view.query import COLUMNS, parsed, response_key, snippet
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.output import finite, one_line
@@ -113,8 +113,8 @@ def _response(index: Index, asked: Asked) -> Answer:
     run, where = index.runs[row["run"]], "run = ? and iteration = ? and prompt_key = ?"
     sql = f"select {ROW} from responses where {where} order by sample_index, sequence limit {SAMPLES}"
     samples = index.responses.rows(sql, [row["run"], row["iteration"], row["prompt_key"]])
-    tokens = tokens_of(index.responses, run, row)  # checks the files that `rendered` reads
-    prompt = rendered(index.responses, run, row["iteration"], row["sequence"])
+    tokens = tokens_of_response(index.responses, run, row)  # checks the files that `decoded_prompt` reads
+    prompt = decoded_prompt(index.responses, run, row["iteration"], row["sequence"])
     return {"row": row, "samples": samples, "rendered": prompt, "tokens": tokens}
 
 

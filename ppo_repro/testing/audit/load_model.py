@@ -25,7 +25,7 @@ FROM_DISK = {"local_files_only": True, "trust_remote_code": False}
 
 
 def load_model(option: str, folder: Path, device: str) -> PreTrainedModel:
-    """Load the model of a folder after `check_config`, in evaluation mode. Raises UserError if that fails."""
+    """Load the model of a folder after `check_folder`, in evaluation mode. Raises UserError if that fails."""
     where = f"{option} {folder}"
     found = check_weights(folder, where)
     loaded: Any = AutoModelForCausalLM

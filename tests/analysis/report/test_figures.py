@@ -24,8 +24,8 @@ from ppo_repro.analysis.report.sections.ratios_and_clipping import (
     extreme_ratios,
     extremes_figure,
     flag_figure,
+    ratio_figure,
     ratios_by_step,
-    step_figure,
 )
 from ppo_repro.analysis.report.sections.sampler_and_trainer import bucket_figure, filled_buckets
 from ppo_repro.analysis.report.sections.verdicts import on_purpose
@@ -137,7 +137,8 @@ def test_a_scan_agrees_with_what_training_recorded(deterministic_run: Path) -> N
 
 def test_the_token_view_has_what_the_records_have(native_run: Path) -> None:
     facts = read_facts(native_run)
-    data = token_data(native_run, choose_responses(read_page_numbers(facts, *summary_tables(facts)).responses, 12))
+    chosen = choose_responses(read_page_numbers(facts, *summary_tables(facts)).responses, 12)
+    data = token_data(native_run, facts.manifest, chosen)
     assert len(data["responses"]) == 12
     keys = [column["key"] for column in data["columns"]]
     assert {"delta", "ratio_0", "ratio_1", "flag_0", "flag_1", "values", "advantages", "ref_kl"} <= set(keys)
@@ -172,7 +173,7 @@ def test_clipping_figures() -> None:
         {"epoch": [0, 0, 1, 1], "minibatch": 0, "ratios": np.array([1.0, 1.0, 1.0, 7.25], np.float32)}
     )
     ratios = ratio_quantiles(0, updates)
-    within = drawn(step_figure(ratios_by_step(ratios), BOUNDS))
+    within = drawn(ratio_figure(ratios_by_step(ratios), BOUNDS))
     extremes = drawn(extremes_figure(extreme_ratios(ratios), BOUNDS))
     assert "bounds 0.8 and 1.2" in within[1]
     assert "the median ratio is 4.125" in within[1]

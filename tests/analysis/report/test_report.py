@@ -8,6 +8,7 @@ import math
 import re
 import shutil
 import xml.etree.ElementTree as ET
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -22,9 +23,10 @@ from ppo_repro.analysis.report import build
 from ppo_repro.analysis.report.data.metrics import Quantity
 from ppo_repro.analysis.report.data.page_numbers import read_page_numbers
 from ppo_repro.analysis.report.data.run_curves import summary_tables
-from ppo_repro.analysis.report.data.run_facts import read_facts
+from ppo_repro.analysis.report.data.run_facts import Facts, read_facts
 from ppo_repro.analysis.report.pair_page import pair_page
 from ppo_repro.analysis.report.sections.grid_answer import answer_cards, main_effects
+from ppo_repro.analysis.report.sections.held_out import samples_section
 from ppo_repro.analysis.report.sections.sampler_and_trainer import cause_of
 from ppo_repro.analysis.report.sections.verdicts import learning, on_policy, troubles
 from ppo_repro.base.errors import UserError
@@ -206,6 +208,18 @@ def test_differences_of_which_none_can_be_drawn_are_a_sentence(native_run: Path,
     assert f"{int(unequal.sum()):,} log-prob differences. No figure includes them." in said
 
 
+def test_a_page_without_a_finite_difference_says_so(native_run: Path, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(native_run, tmp_path / native_run.name))
+    for iteration in range(3):
+        rewrite_cell(run, "tokens", iteration, "rollout_logprobs", lambda values: np.full(len(values), np.nan))
+    said, control = text_of(build.page_of(run, 0)), text_of(seen(native_run))
+    for sentence in (
+        "Cause of the difference: unknown, because no token has two finite log-probs.",
+        "No difference is finite, so there is no distribution of them to draw.",
+    ):
+        assert [sentence in text for text in (said, control)] == [True, False]
+
+
 def test_a_page_without_a_finite_ratio_says_so(native_run: Path, tmp_path: Path) -> None:
     run = Path(shutil.copytree(native_run, tmp_path / native_run.name))
     for iteration in range(3):
@@ -225,14 +239,17 @@ def test_a_difference_that_is_not_finite_is_the_largest_on_the_page_and_in_the_s
     assert "largest |old - rollout|, nats–" in text_of(build.page_of(run, 0)), "a dash is NaN"
 
 
-def test_the_cause_is_of_the_iterations_that_the_page_counts(native_run: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("part", [cause_of, samples_section])
+def test_a_part_is_of_the_iterations_that_the_page_counts(
+    native_run: Path, tmp_path: Path, part: Callable[[Facts], object]
+) -> None:
     run = Path(shutil.copytree(native_run, tmp_path / native_run.name))
     cut_back(run, 2, "running")
     facts = read_facts(run)
-    before = cause_of(facts)
+    before = part(facts)
     shutil.copytree(native_run, run, dirs_exist_ok=True)  # the run goes on
-    assert list(map(repr, cause_of(facts))) == list(map(repr, before))
-    assert repr(cause_of(read_facts(run))) != repr(before), "the control"
+    assert repr(part(facts)) == repr(before)
+    assert repr(part(read_facts(run))) != repr(before), "the control"
 
 
 def test_the_command_writes_the_page_and_says_where(native_run: Path, tmp_path: Path, cli: Cli) -> None:

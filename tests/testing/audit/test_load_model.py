@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel, Qwen2MoeConfig, Qwen2MoeForCausalLM
 
 from ppo_repro.base.errors import UserError
-from ppo_repro.models.folder_files import check_config
+from ppo_repro.models.folder_files import check_folder
 from ppo_repro.tasks.tokenizer import character_tokenizer
 from ppo_repro.testing.audit.load_model import load_model, load_tokenizer
 from tests.support.damage import changed, computes, drawn
@@ -31,7 +31,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def use(folder: Path) -> None:
-    check_config(folder, "--model")
+    check_folder(folder, "--model")
     model = load_model("--model", folder, "cpu")
     load_tokenizer(folder)
     assert torch.isfinite(model(torch.tensor([[1, 2, 3]])).logits).all()

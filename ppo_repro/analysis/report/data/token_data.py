@@ -17,6 +17,7 @@ from ppo_repro.analysis.recorded_flags import flag_legend
 from ppo_repro.analysis.report.data.chosen_responses import REASONS
 from ppo_repro.base.errors import UserError
 from ppo_repro.records import reader
+from ppo_repro.records.manifest import Manifest
 
 DIGITS = 6
 NULLABLE = ("values", "returns", "ratio_")
@@ -55,21 +56,21 @@ _READ = [
 _READ_SEQUENCES = ["iteration", "sequence", "prompt", "response", "answer", "scores", "finish_reason"]
 
 
-def token_data(run_dir: Path, selected: pd.DataFrame) -> dict[str, Any]:
+def token_data(run_dir: Path, recorded: Manifest, selected: pd.DataFrame) -> dict[str, Any]:
     """Return the data that the page embeds: columns with their scales, and the selected responses token by token."""
     responses: list[dict[str, Any]] = []
     names = ["iteration", "epoch", "sequence", "position", "ratios", "clip_flag"]
     for iteration, rows in selected.groupby("iteration", sort=True):
         one = [int(str(iteration))]
-        sequences = reader.read_sequences(run_dir, iterations=one, columns=_READ_SEQUENCES, allow_incomplete=True)
-        tokens = reader.read_tokens(run_dir, iterations=one, columns=_READ, allow_incomplete=True)
-        updates = reader.read_updates(run_dir, iterations=one, columns=names, allow_incomplete=True)
-        responses += responses_of(sequences, tokens, updates, rows, f"{run_dir}: iteration {iteration}")
-    return described(responses)
+        sequences = reader.read_sequences(run_dir, iterations=one, columns=_READ_SEQUENCES, recorded=recorded)
+        tokens = reader.read_tokens(run_dir, iterations=one, columns=_READ, recorded=recorded)
+        updates = reader.read_updates(run_dir, iterations=one, columns=names, recorded=recorded)
+        responses += responses_by_token(sequences, tokens, updates, rows, f"{run_dir}: iteration {iteration}")
+    return view_data(responses)
 
 
-def described(responses: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the data of token_view.js: columns with their scales, flags, and responses of `responses_of`."""
+def view_data(responses: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the data of token_view.js: columns with their scales, flags, and responses of `responses_by_token`."""
     columns = [*TOKEN_COLUMNS]
     keys = {key for response in responses for key in response["columns"] if key.startswith("ratio_")}
     for epoch in sorted(int(key.removeprefix("ratio_")) for key in keys):
@@ -84,7 +85,7 @@ def described(responses: list[dict[str, Any]]) -> dict[str, Any]:
     return {"columns": shown, "reasons": REASONS, "flags": flag_legend(), "responses": responses}
 
 
-def responses_of(
+def responses_by_token(
     sequences: pd.DataFrame, tokens: pd.DataFrame, updates: pd.DataFrame, summary: pd.DataFrame, where: str
 ) -> list[dict[str, Any]]:
     """Return the chosen responses of one iteration, token by token.
@@ -99,13 +100,13 @@ def responses_of(
     chosen = sequences[sequences["sequence"].isin(summary["sequence"])]
     about = {row["sequence"]: row for row in chosen.to_dict("records")}
     tokens = tokens.join(_by_epoch(tokens, updates, where))
-    tokens = tokens.assign(delta=deltas(tokens), special=special_tokens(tokens))
+    tokens = tokens.assign(delta=deltas(tokens), special=are_special(tokens))
     reasons = {row["sequence"]: row for row in summary.to_dict("records")}
     groups = tokens[tokens["sequence"].isin(summary["sequence"])].groupby("sequence", sort=True)
     return [_response({**about[key], **reasons[key]}, rows.sort_values("position")) for key, rows in groups]
 
 
-def special_tokens(tokens: pd.DataFrame) -> npt.NDArray[np.bool_]:
+def are_special(tokens: pd.DataFrame) -> npt.NDArray[np.bool_]:
     """Return the tokens without text that are alone in their word: end tokens, but not bytes of a character."""
     empty = (tokens["char_start"] == tokens["char_end"]).to_numpy()
     words = tokens.groupby(["iteration", "sequence", "word_id"])["position"].transform("size").to_numpy()

@@ -95,7 +95,7 @@ def metric_figures(
     return figures
 
 
-def step_figure(metric: Plotted, steps: pd.DataFrame) -> Figure:
+def metric_by_step(metric: Plotted, steps: pd.DataFrame) -> Figure:
     """Return the figure of a metric of the table `steps` by step, not by iteration."""
     at, values = np.arange(len(steps), dtype=np.float64), steps[metric.key].to_numpy(np.float64)
     alt = f"{metric.title} by step: {number(float(values[0]))} to {number(float(values[-1]))}."

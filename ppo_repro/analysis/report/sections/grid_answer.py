@@ -10,7 +10,7 @@ import pandas as pd
 
 from ppo_repro.analysis.grid_table import comparisons, with_half_width
 from ppo_repro.analysis.html.markup import number, table
-from ppo_repro.analysis.html.page import Card, Verdict, scrolled
+from ppo_repro.analysis.html.page import Card, Statement, scrolled
 from ppo_repro.analysis.report.data.metrics import Quantity
 from ppo_repro.analysis.report.sections.curves import MANY_SEEDS
 from ppo_repro.analysis.significance import detectable, finite_of, holm
@@ -36,7 +36,7 @@ def answer_cards(
         sentences.append(f"Settings are named by {', '.join(axes)}.")
     answer, compared = _answer(finals, result, possible, min(possible, recorded))
     cards = [
-        Card("What was the question?", [Verdict("fact", text) for text in sentences]),
+        Card("What was the question?", [Statement("fact", text) for text in sentences]),
         Card("What is the answer?", answer, chart=chart),
     ]
     if len(compared):
@@ -44,7 +44,7 @@ def answer_cards(
         cards.append(Card("Differences, paired by seed", blocks=[scrolled(table(compared, caption))]))
         effects = main_effects(folder, finals, result)
         if len(effects):
-            how = [Verdict("fact", "Each row averages a seed over the settings of the other axes.")]
+            how = [Statement("fact", "Each row averages a seed over the settings of the other axes.")]
             cards.append(Card("Main effects of the axes", how, [scrolled(table(effects, "p with Holm's correction"))]))
     return cards
 
@@ -98,20 +98,21 @@ def _columns(compared: pd.DataFrame, name: str) -> dict[str, list[str]]:
 
 def _answer(
     finals: pd.DataFrame, result: Quantity, possible: float, largest: float
-) -> tuple[list[Verdict], pd.DataFrame]:
+) -> tuple[list[Statement], pd.DataFrame]:
     """Return sentences about the differences from the first setting, and the table of all differences."""
     points = [str(point) for point in finals["point"].unique()]
     seeds = finals.groupby("point")["seed"].apply(frozenset)
     if len(points) < 2:
-        return [Verdict("fact", f"There is one setting: {result.title} {spread(finals[result.key])}.")], pd.DataFrame()
+        text = f"There is one setting: {result.title} {spread(finals[result.key])}."
+        return [Statement("fact", text)], pd.DataFrame()
     if seeds.nunique() > 1 or len(seeds.iloc[0]) < 2:
         text = "No differences with intervals: they need the same seeds, at least two, in every setting."
-        return [Verdict("fact", text)], pd.DataFrame()
+        return [Statement("fact", text)], pd.DataFrame()
     compared, count = comparisons(finals, result.key, points[0]), len(seeds.iloc[0])
     compared[["ci_lo", "ci_hi"]] = compared[["ci_lo", "ci_hi"]].clip(-possible, possible)
     is_clear = compared["p_holm"] < 0.05
     differing = [
-        Verdict(
+        Statement(
             "differs",
             f"`{row.point}`: {row.difference:+.3f}, between {row.ci_lo:+.3f} and {row.ci_hi:+.3f} (p {row.p_holm:.2g})",
         )
@@ -139,7 +140,7 @@ def _answer(
             ],
         }
     )
-    return [Verdict("fact", answer), *differing], differences
+    return [Statement("fact", answer), *differing], differences
 
 
 def _detectable(finals: pd.DataFrame, column: str, points: Sequence[str]) -> list[float]:

@@ -23,7 +23,7 @@ def evaluations(run_dir: Path, recorded: Manifest) -> pd.DataFrame | None:
     """Return the held-out responses of every evaluation; None if the run recorded none."""
     if "evaluations" not in manifest.table_names(recorded):
         return None
-    return reader.read_evaluations(run_dir, columns=_EVALUATION, allow_incomplete=True)
+    return reader.read_evaluations(run_dir, columns=_EVALUATION, recorded=recorded)
 
 
 def is_at_the_end(facts: Facts, iteration: int) -> bool:

@@ -30,7 +30,7 @@ def clipping_section(facts: Facts, iterations: pd.DataFrame, steps: pd.DataFrame
         return Section("clipping", title, ("No ratio is finite, so there is no figure of them.",))
     rules = clip_rules(facts.ppo, iterations, steps)
     drawn = [
-        step_figure(ratios_by_step(numbers.ratios), rules),
+        ratio_figure(ratios_by_step(numbers.ratios), rules),
         extremes_figure(extreme_ratios(numbers.ratios), rules),
     ]
     if numbers.flags[list(DRAWN)].to_numpy().any():
@@ -64,7 +64,7 @@ def ratios_by_step(ratios: pd.DataFrame) -> pd.DataFrame:
     return ratios.drop(columns="iteration").groupby(["epoch", "minibatch"], as_index=False).mean()
 
 
-def step_figure(steps: pd.DataFrame, rules: Sequence[Rule]) -> Figure:
+def ratio_figure(steps: pd.DataFrame, rules: Sequence[Rule]) -> Figure:
     """Draw the median and the middle 98 % of `ratios_by_step`, with the bounds of the ratio as `rules`."""
     step = np.arange(len(steps), dtype=np.float64)
     low, middle, high = (steps[name].to_numpy(np.float64) for name in ("low", "median", "high"))

@@ -13,15 +13,15 @@ import pandas as pd
 
 from ppo_repro.analysis.html.charts import Axis, Line, axis_for, bar_chart, line_chart
 from ppo_repro.analysis.html.markup import number
-from ppo_repro.analysis.html.page import Figure, Section, Verdict
+from ppo_repro.analysis.html.page import Figure, Section, Statement
 from ppo_repro.analysis.mismatch import IterationMismatch, mismatch_by_iteration, mismatch_table
 from ppo_repro.analysis.mismatch_buckets import bucket_table
 from ppo_repro.analysis.report.data.page_numbers import DELTA_EDGES, Counts
 from ppo_repro.analysis.report.data.run_facts import Facts
-from ppo_repro.statistics.mismatch import with_mismatch
+from ppo_repro.records.logprob_pairs import LAG, ROUTE, ROUTES, TURN, run_evidence
+from ppo_repro.statistics.mismatch_metrics import with_mismatch
 from ppo_repro.testing.diagnosis import diagnose_sums
 from ppo_repro.testing.evidence import PatternSums, pattern_sums
-from ppo_repro.testing.pairs import LAG, ROUTE, ROUTES, TURN, run_evidence
 
 
 class BucketFigure(NamedTuple):
@@ -57,7 +57,7 @@ BUCKETS = {
 SHOWN = ["lo", "hi", "n_tokens", "abs_mean", "abs_p99", "abs_max"]  # columns of the numbers below a figure of buckets
 
 
-def cause_of(facts: Facts) -> tuple[list[Verdict], list[Figure]]:
+def cause_of(facts: Facts) -> tuple[list[Statement], list[Figure]]:
     """Diagnose why sampler and trainer differ, and draw the mismatch by probability, position, lag, turn and route.
 
     This reads the run once more, because only a run with unequal log-probs needs the other columns.
@@ -66,6 +66,8 @@ def cause_of(facts: Facts) -> tuple[list[Verdict], list[Figure]]:
     for pairs in run_evidence(facts.run_dir, facts.manifest):
         measured += mismatch_by_iteration([pairs])
         patterns.append(pattern_sums(with_mismatch(pairs)))
+    if not any(pattern.tokens for pattern in patterns):
+        return [Statement("fact", "Cause of the difference: unknown, because no token has two finite log-probs.")], []
     metrics, buckets = mismatch_table(measured), bucket_table([part.buckets for part in measured])
     divergences = metrics[metrics["metric"].isin(["k1", "k3"]) & (metrics["reduction"] == "token_mean")]
     cause = diagnose_sums([part.sums for part in measured], patterns)
@@ -73,7 +75,7 @@ def cause_of(facts: Facts) -> tuple[list[Verdict], list[Figure]]:
     text = f"Cause of the difference: {cause.verdict}{untested} (tier {cause.tier}).".replace("_", " ")
     drawn = [bucket_figure(filled_buckets(buckets, kind), kind) for kind in BUCKETS if (buckets["kind"] == kind).any()]
     divergence = divergence_figure(divergences[["iteration", "metric", "value", "se"]])
-    return [Verdict("fact", f"{text} {cause.advice}")], [*drawn, divergence]
+    return [Statement("fact", f"{text} {cause.advice}")], [*drawn, divergence]
 
 
 def mismatch_section(counts: Counts, by_bucket: list[Figure], draws: list[Figure]) -> Section:
@@ -81,9 +83,9 @@ def mismatch_section(counts: Counts, by_bucket: list[Figure], draws: list[Figure
     unequal, title = int(counts.deltas.sum()), "Sampler and trainer"
     equal = counts.agreement.tokens - unequal - counts.nonfinite_deltas
     if not unequal:
-        which = f"All {equal:,} finite" if counts.nonfinite_deltas else f"All {equal:,}"
-        note = f"{which} differences are exactly 0, so there is no distribution of them to draw."
-        return Section("mismatch", title, [note], draws)
+        finite = " finite" if counts.nonfinite_deltas else ""
+        which = f"All {equal:,}{finite} differences are exactly 0" if equal else "No difference is finite"
+        return Section("mismatch", title, [f"{which}, so there is no distribution of them to draw."], draws)
     delta = delta_figure(counts.deltas, equal)
     return Section("mismatch", title, figures=[delta, *by_bucket, *draws])
 

@@ -9,7 +9,7 @@ import pandas as pd
 
 from ppo_repro.analysis.agreement import Agreement
 from ppo_repro.analysis.html.markup import number, sentence, share
-from ppo_repro.analysis.html.page import Verdict
+from ppo_repro.analysis.html.page import Statement
 from ppo_repro.analysis.report.data.run_facts import Facts
 from ppo_repro.config.control import ControlConfig
 from ppo_repro.config.mismatch import SamplerFaults, TrainerFaults
@@ -27,7 +27,7 @@ from ppo_repro.runs.summary import (
 from ppo_repro.statistics.draws import Draws
 
 
-def origin(facts: Facts) -> list[Verdict]:
+def origin(facts: Facts) -> list[Statement]:
     """Return a sentence about the origin of a fork; [] for another run."""
     origin_run = facts.manifest.origin
     if origin_run is None:
@@ -35,10 +35,10 @@ def origin(facts: Facts) -> list[Verdict]:
     name = Path(origin_run.run).name
     copied = f"iterations 0 to {origin_run.iteration - 1} are its origin's"
     text = f"A fork of {name}: {copied}. The curves show them, the counts begin after them."
-    return [Verdict("fact", text)]
+    return [Statement("fact", text)]
 
 
-def learning(facts: Facts, iterations: pd.DataFrame) -> list[Verdict]:
+def learning(facts: Facts, iterations: pd.DataFrame) -> list[Statement]:
     """Return sentences about the changes of accuracy, score and KL, or of returns."""
     config = facts.ppo
     if isinstance(config, ControlConfig):
@@ -46,7 +46,7 @@ def learning(facts: Facts, iterations: pd.DataFrame) -> list[Verdict]:
     return _changes_of_scores(facts, config, iterations)
 
 
-def _changes_of_returns(facts: Facts, config: ControlConfig, iterations: pd.DataFrame) -> list[Verdict]:
+def _changes_of_returns(facts: Facts, config: ControlConfig, iterations: pd.DataFrame) -> list[Statement]:
     means = iterations["episode_return_mean"].dropna()
     verdicts = []
     if iterations["eval_return"].notna().any():
@@ -54,11 +54,11 @@ def _changes_of_returns(facts: Facts, config: ControlConfig, iterations: pd.Data
         verdicts.append(_evaluated(facts, iterations, "eval_return", name, "likeliest actions"))
     if len(means):
         ends = f"{number(float(means.iloc[0]), 4)} at first, {number(float(means.iloc[-1]), 4)} at last"
-        verdicts.append(Verdict("fact", f"Mean return of the training episodes that ended: {ends}."))
+        verdicts.append(Statement("fact", f"Mean return of the training episodes that ended: {ends}."))
     return verdicts
 
 
-def _changes_of_scores(facts: Facts, config: RunConfig, iterations: pd.DataFrame) -> list[Verdict]:
+def _changes_of_scores(facts: Facts, config: RunConfig, iterations: pd.DataFrame) -> list[Statement]:
     results = evaluated_results(config.reward, facts.is_judged)
     # the origin of a fork may have other rewards
     (_, scores), *rewards = sampled_means(config, facts.without_copied(iterations)).items()
@@ -67,12 +67,12 @@ def _changes_of_scores(facts: Facts, config: RunConfig, iterations: pd.DataFrame
     how = f"greedy, {number(config.task.num_eval_prompts)} prompts"
     return [
         *(_evaluated(facts, iterations, f"eval_{result}", f"Held-out {result}", how) for result in results),
-        Verdict("fact", f"Mean score of the sampled responses {change(*scores)}{rewarded}."),
-        Verdict("fact", f"KL(policy || reference) at last: {kl} nats per response (exact, mean over the responses)."),
+        Statement("fact", f"Mean score of the sampled responses {change(*scores)}{rewarded}."),
+        Statement("fact", f"KL(policy || reference) at last: {kl} nats per response (exact, mean over the responses)."),
     ]
 
 
-def _evaluated(facts: Facts, iterations: pd.DataFrame, column: str, name: str, how: str) -> Verdict:
+def _evaluated(facts: Facts, iterations: pd.DataFrame, column: str, name: str, how: str) -> Statement:
     """Return a sentence about the first and the last evaluation of one metric."""
     rows = iterations.loc[iterations[column].notna(), ["iteration", column]]
     values = [float(value) for value in rows[column]]
@@ -81,11 +81,12 @@ def _evaluated(facts: Facts, iterations: pd.DataFrame, column: str, name: str, h
         values.append(float(facts.manifest.final[column]))
         where = "after the last update"
     if len(values) < 2:
-        return Verdict("fact", f"{name}: {number(values[0], 3)} at the start." if values else f"{name}: not measured.")
-    return Verdict("fact", f"{name} {change(values[0], values[-1])} {where} ({how}).")
+        measured = f"{number(values[0], 3)} at the start" if values else "not measured"
+        return Statement("fact", f"{name}: {measured}.")
+    return Statement("fact", f"{name} {change(values[0], values[-1])} {where} ({how}).")
 
 
-def on_policy(facts: Facts, counted: Agreement, draws: Draws) -> list[Verdict]:
+def on_policy(facts: Facts, counted: Agreement, draws: Draws) -> list[Statement]:
     """Return sentences about the agreement of sampler and trainer: log-probs, ratios, values and draws."""
     config, unit = facts.ppo, facts.content.token_unit
     anchor = "rollout" if isinstance(config, ControlConfig) else config.ppo.ratio_anchor
@@ -112,34 +113,34 @@ def on_policy(facts: Facts, counted: Agreement, draws: Draws) -> list[Verdict]:
     if draws.tokens and (isinstance(config, ControlConfig) or are_drawn(config)):
         verdicts.append(_counted(int(draws.is_wrong), sentence(draws.sentence()), draws.sentence()))
     if isinstance(config, RunConfig):
-        verdicts += [Verdict("fact", f"{text}.") for text in not_promised(config)]
+        verdicts += [Statement("fact", f"{text}.") for text in not_promised(config)]
     measured = facts.accuracy
     if measured is not None:
         distance = f"{number(measured.ratio, 2)} times as far from the model in float64 as stock {measured.stock}'s"
         whose = "trainer" if isinstance(config, RunConfig) and config.rollout.engine_without_promise else "sampler"
         text = f"The {whose}'s log-probs are {distance} ({measured.tokens:,} tokens, rms)."
-        verdicts.append(Verdict("differs" if measured.is_low else "fact", text))
+        verdicts.append(Statement("differs" if measured.is_low else "fact", text))
     return verdicts
 
 
-def _counted(wrong: int, holds: str, differs: str) -> Verdict:
-    return Verdict("differs", differs) if wrong else Verdict("holds", holds)
+def _counted(wrong: int, holds: str, differs: str) -> Statement:
+    return Statement("differs", differs) if wrong else Statement("holds", holds)
 
 
-def troubles(facts: Facts, iterations: pd.DataFrame, nonfinite_ratios: int, nonfinite_deltas: int) -> list[Verdict]:
+def troubles(facts: Facts, iterations: pd.DataFrame, nonfinite_ratios: int, nonfinite_deltas: int) -> list[Statement]:
     """Return sentences about missing iterations, cut responses, values that are not finite, and deliberate faults."""
     verdicts = state(facts)
     if nonfinite_ratios + nonfinite_deltas:
         counted = f"{nonfinite_ratios:,} ratios, {nonfinite_deltas:,} log-prob differences"
-        verdicts.append(Verdict("differs", f"Not finite: {counted}. No figure includes them."))
+        verdicts.append(Statement("differs", f"Not finite: {counted}. No figure includes them."))
     if isinstance(facts.config, RunConfig):
         if (cut := cut_fraction(iterations)) > MANY_CUT:
-            verdicts.append(Verdict("differs", f"{cut_at_the_limit(cut)}."))
+            verdicts.append(Statement("differs", f"{cut_at_the_limit(cut)}."))
         verdicts += on_purpose(facts.config)
-    return verdicts or [Verdict("holds", "Nothing: the run is complete, and its ratios and log-probs are finite.")]
+    return verdicts or [Statement("holds", "Nothing: the run is complete, and its ratios and log-probs are finite.")]
 
 
-def state(facts: Facts) -> list[Verdict]:
+def state(facts: Facts) -> list[Statement]:
     """Return a sentence about a run that is not complete; [] for a complete run."""
     if facts.manifest.status == "complete":
         return []
@@ -148,10 +149,10 @@ def state(facts: Facts) -> list[Verdict]:
         f"The run {words.get(facts.manifest.status, 'failed')} after {len(facts.iterations)} of "
         f"{facts.config.iterations} iterations, which this page shows. `ppo-repro resume RUN` goes on."
     )
-    return [Verdict("differs", text)]
+    return [Statement("differs", text)]
 
 
-def on_purpose(config: RunConfig) -> list[Verdict]:
+def on_purpose(config: RunConfig) -> list[Statement]:
     """Return a sentence for each deliberate cause of mismatch in the configuration."""
     sampler, trainer = config.mismatch.sampler, config.mismatch.trainer
     sentences = []
@@ -171,4 +172,4 @@ def on_purpose(config: RunConfig) -> list[Verdict]:
     if config.rollout.mismatch_sigma is not None:
         sigma = f"rollout.mismatch_sigma = {config.rollout.mismatch_sigma:g}"
         sentences.append(f"The sampler was disturbed on purpose: {sigma}.")
-    return [Verdict("fact", text) for text in sentences]
+    return [Statement("fact", text) for text in sentences]

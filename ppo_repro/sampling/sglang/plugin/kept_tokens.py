@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ppo_repro.sampling.draw import Sample
+from ppo_repro.sampling.draw import DrawnTokens
 
 KEPT = "ppo_repro_kept"  # name in the answer
 Entry = list[Any]  # base64 of the bits of the kept tokens, log-prob among these tokens, log of their mass
@@ -22,7 +22,7 @@ def shortest(number: float) -> float:
     return float(str(np.float32(number)))
 
 
-def written(sample: Sample) -> list[Entry]:
+def written(sample: DrawnTokens) -> list[Entry]:
     """Return one JSON entry for each row of a sample from a cut distribution; JSON preserves its float32 numbers."""
     sets = [base64.b64encode(row.tobytes()).decode("ascii") for row in sample.kept_tokens.numpy()]
     numbers = zip(sample.logprobs.tolist(), sample.log_kept_mass.tolist(), strict=True)

@@ -24,7 +24,7 @@ SUMMED = ("bitwise_equal", "abs_delta", "prob_abs", "k1", "k3", "kl_pg_nonneg", 
 
 
 def with_mismatch(pairs: pd.DataFrame) -> pd.DataFrame:
-    """Return pairs (`testing.pairs`) with one more column for each quantity of a token's mismatch.
+    """Return pairs (`records.logprob_pairs`) with one more column for each quantity of a token's mismatch.
 
     float64: delta = logprobs_b - logprobs_a, nats; rho = exp(delta), infinite for delta > 709; and functions of both.
     If a log-prob is not finite, they follow IEEE arithmetic. The other columns are

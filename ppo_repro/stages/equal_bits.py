@@ -17,7 +17,7 @@ from ppo_repro.buffers import ForwardPass, MinibatchUpdate, Rollout
 from ppo_repro.config.run import RunConfig
 
 
-class Column(NamedTuple):
+class NamedValues(NamedTuple):
     """Values of a column of the records, with its name."""
 
     name: str
@@ -32,8 +32,8 @@ class Unequal:
     compared: int  # number of tokens, including tokens with equal bits
     sequence: Tensor  # [K] int64, the response of each token
     position: Tensor  # [K] int64, of the token in its response
-    left: Column  # [K]
-    right: Column  # [K]
+    left: NamedValues  # [K]
+    right: NamedValues  # [K]
 
     def describe(self) -> str:
         """Return the first difference and both values, exact to the last bit, on one line."""
@@ -59,7 +59,7 @@ def differing(a: Tensor, b: Tensor) -> Tensor:
     return a.contiguous().view(torch.int32) != b.contiguous().view(torch.int32)
 
 
-def require_same_bits(iteration: int, lengths: Tensor, left: Column, right: Column, tokens: Tensor) -> None:
+def require_same_bits(iteration: int, lengths: Tensor, left: NamedValues, right: NamedValues, tokens: Tensor) -> None:
     """Raise UnequalBits if two columns of M values differ in any bit.
 
     Args:
@@ -78,8 +78,8 @@ def require_same_bits(iteration: int, lengths: Tensor, left: Column, right: Colu
         compared=len(tokens),
         sequence=sequence,
         position=position,
-        left=Column(left.name, left.values[rows]),
-        right=Column(right.name, right.values[rows]),
+        left=NamedValues(left.name, left.values[rows]),
+        right=NamedValues(right.name, right.values[rows]),
     )
     raise UnequalBits(unequal_tokens.describe(), unequal_tokens)
 
@@ -92,8 +92,8 @@ def require_ratios_of_one(iteration: int, lengths: Tensor, ratios: Tensor, token
         ratios: [M] float32.
         tokens: [M] int64, index of the ratios into all tokens of the iteration.
     """
-    expected = Column("expected", torch.ones_like(ratios))
-    require_same_bits(iteration, lengths, Column("ratios", ratios), expected, tokens)
+    expected = NamedValues("expected", torch.ones_like(ratios))
+    require_same_bits(iteration, lengths, NamedValues("ratios", ratios), expected, tokens)
 
 
 def sampler_is_exact(config: RunConfig) -> bool:
@@ -118,8 +118,8 @@ def sampler_is_exact(config: RunConfig) -> bool:
 def require_sampler_agrees(config: RunConfig, iteration: int, rollout: Rollout, forward: ForwardPass) -> None:
     """Raise UnequalBits if log-probs of sampler and trainer differ although they are promised to be equal."""
     if sampler_is_exact(config):
-        sampled = Column("rollout_logprobs", rollout.rollout_logprobs)
-        scored = Column("old_logprobs", forward.old_logprobs)
+        sampled = NamedValues("rollout_logprobs", rollout.rollout_logprobs)
+        scored = NamedValues("old_logprobs", forward.old_logprobs)
         require_same_bits(iteration, rollout.lengths, sampled, scored, torch.arange(len(rollout.response_ids)))
 
 
@@ -137,5 +137,6 @@ def require_first_step_agrees(
     if first.policy is not None and (repeats or sampler_is_exact(config)):
         require_ratios_of_one(iteration, rollout.lengths, first.policy.ratios, first.tokens)
     if first.value is not None and forward.values is not None:
-        before, again = Column("values", forward.values[first.tokens]), Column("new_values", first.value.new_values)
+        before = NamedValues("values", forward.values[first.tokens])
+        again = NamedValues("new_values", first.value.new_values)
         require_same_bits(iteration, rollout.lengths, before, again, first.tokens)

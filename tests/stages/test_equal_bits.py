@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ppo_repro.stages.agreement import sampler_is_exact
+from ppo_repro.stages.equal_bits import sampler_is_exact
 from tests.support.runs import small_config
 
 SGLANG = "rollout.engine.kind=sglang"

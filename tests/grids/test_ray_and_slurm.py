@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from ppo_repro.base.errors import UserError
-from ppo_repro.grids import clusters
+from ppo_repro.grids import ray_and_slurm
 from ppo_repro.grids.cell import LOST, Order, cell_state, last_result, record_result
-from ppo_repro.grids.clusters import Slurm
 from ppo_repro.grids.executor import Processes
 from ppo_repro.grids.grid import run_grid
+from ppo_repro.grids.ray_and_slurm import Slurm
 from ppo_repro.grids.spec import load_grid
 from tests.grids.slurm import Cluster, cluster
 from tests.grids.small_grids import fingerprints, grid_file, held_grid_file, resumed
@@ -78,7 +78,7 @@ def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder of scripts in place of Slurm's commands; they fail until `answer` gives them something to say."""
     folder = tmp_path / "bin"
     folder.mkdir()
-    for name in clusters.COMMANDS:
+    for name in ray_and_slurm.COMMANDS:
         answer(folder, name, "exit 1")
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
     return folder
@@ -105,7 +105,7 @@ def test_what_a_cluster_cannot_do_is_said_before_anything_is_written(
     if missing == "sbatch":
         monkeypatch.setenv("PATH", str(tmp_path))
     if missing == "package":
-        monkeypatch.setattr(clusters, "find_spec", lambda name: None)
+        monkeypatch.setattr(ray_and_slurm, "find_spec", lambda name: None)
     path = grid_file(tmp_path, {}, [1])
     assert said in cli.refusal("grid", path, "--out", tmp_path / "out", *option.split())
     assert not (tmp_path / "out").exists()
@@ -122,14 +122,14 @@ def test_a_cell_keeps_its_result_if_no_job_can_be_submitted(commands: Path, tmp_
 def test_a_job_that_vanished_is_lost_and_one_of_a_silent_cluster_is_not(
     commands: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(clusters, "POLL_SECONDS", 0.01)
-    monkeypatch.setattr(clusters, "SETTLE_SECONDS", 0.1)
+    monkeypatch.setattr(ray_and_slurm, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(ray_and_slurm, "SETTLE_SECONDS", 0.1)
     order = Order("seed=1", str(tmp_path / "cell"), 1)
     (tmp_path / "cell").mkdir()
     # silent, then in the queue, then gone
     script = f"echo x >> {tmp_path}/n; case $(wc -l < {tmp_path}/n) in ?) exit 1;; 1?) echo 7_0;; esac"
     answer(commands, "squeue", script)
-    (lost,) = clusters._until_ended({"7_0": order}, tmp_path)
+    (lost,) = ray_and_slurm._until_ended({"7_0": order}, tmp_path)
     assert len((tmp_path / "n").read_text().split()) > 19
     assert lost.exit_code == LOST
     assert "job 7_0 ended without a word" in lost.message
@@ -140,8 +140,8 @@ def test_a_job_that_vanished_is_lost_and_one_of_a_silent_cluster_is_not(
 def test_a_job_that_is_gone_has_the_result_of_its_cell(
     commands: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(clusters, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(ray_and_slurm, "POLL_SECONDS", 0.01)
     order = Order("seed=1", str(tmp_path), 1)
     answer(commands, "squeue", "echo slurm_load_jobs error: Invalid job id specified >&2; exit 1")
     expected = record_result(order, 2, "error: no such thing")
-    assert list(clusters._until_ended({"7": order}, tmp_path)) == [expected]
+    assert list(ray_and_slurm._until_ended({"7": order}, tmp_path)) == [expected]

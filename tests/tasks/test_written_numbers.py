@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ppo_repro.tasks.numbers import is_number, last_number
+from ppo_repro.tasks.written_numbers import is_number, last_number
 
 CASES = [
     ("17 + 28 = 45", "45"),

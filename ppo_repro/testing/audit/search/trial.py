@@ -16,7 +16,7 @@ from ppo_repro.testing.audit.measure import Stored, errors, rms, stored_as
 from ppo_repro.testing.audit.numbers import Numbers, RecordedChunk
 from ppo_repro.testing.audit.search.combination import Combination, together
 from ppo_repro.testing.audit.search.logits import Logits
-from ppo_repro.testing.audit.search.predict import Predictor, source_of
+from ppo_repro.testing.audit.search.predict import Predictor
 from ppo_repro.testing.audit.search.windows import Tokens, WrongResponse, few_and_many
 from ppo_repro.testing.audit.sides import RecordedSide
 from ppo_repro.testing.audit.stack import StackSampling
@@ -90,7 +90,7 @@ class Trial:
 
     def chunks(self, combination: Combination, tokens: Tokens) -> list[RecordedChunk]:
         """Return the logits that causes compute, beside the numbers that this trial judges."""
-        pairs = zip(self.predictor.logits.chunks(source_of(combination, tokens)), tokens.windows, strict=True)
+        pairs = zip(self.predictor.logits.chunks(combination, tokens), tokens.windows, strict=True)
         return [RecordedChunk(chunk, self.side.numbers[w.response]) for chunks, w in pairs for chunk in chunks]
 
     def rounding(self, cause: Cause, tokens: Tokens) -> Tensor:
@@ -134,4 +134,5 @@ def trial_of(model: PreTrainedModel, side: RecordedSide, wrong: Sequence[int], c
 def _is_predicted(cause: Cause, tokens: Tokens) -> bool:
     if not isinstance(cause, OtherInput):
         return True
-    return any(one.within(w.start, w.end) for w in tokens.windows for one in cause.passes[w.response])
+    windows = ((w, cause.passes[w.response]) for w in tokens.windows)
+    return any(not passes or any(one.within(w.start, w.end) for one in passes) for w, passes in windows)

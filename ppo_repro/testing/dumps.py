@@ -24,7 +24,7 @@ from ppo_repro.base.output import shown
 if TYPE_CHECKING:
     import pandas as pd
 
-ROUNDING = 1e-3  # nats; by less than this a log-prob may be above 0
+ABOVE_0 = 1e-3  # nats; a log-prob may be so much above 0, by rounding
 SUFFIXES = (".jsonl", ".parquet", ".pt")
 INSIDE = ("samples", "rollout_data")  # slime's names for the rows, or the columns
 # other numbers of each token, and their names in dumps: first ours, then names of stacks
@@ -169,7 +169,7 @@ def _responses(where: str, rows: Iterator[Any], names: Names | str | None) -> It
 def impossible(values: npt.NDArray[np.float32]) -> str:
     """Return the reason why numbers cannot be log-probs, "" if they can be. NaN and infinities are ignored."""
     finite = values[np.isfinite(values)]
-    above = finite[finite > ROUNDING]
+    above = finite[finite > ABOVE_0]
     if above.size:
         kind = "0 or above: losses or probabilities?" if (finite >= 0).all() else "some above 0"
         return f"{above.size} of {finite.size} numbers are above 0, as {above[0]:.4g} ({kind}); give log-probs in nats"

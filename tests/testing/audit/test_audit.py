@@ -32,7 +32,7 @@ from ppo_repro.testing.audit.distributions import (
     sampled_from,
     target_logprobs,
 )
-from ppo_repro.testing.audit.draws import left_out_of
+from ppo_repro.testing.audit.draws import absent_ends
 from ppo_repro.testing.audit.measure import Format, rms
 from ppo_repro.testing.audit.reference import Reference
 from ppo_repro.testing.audit.report import lines
@@ -315,7 +315,7 @@ def test_end_tokens_are_judged_where_a_limit_ended_the_responses(made: Material,
 
     def left_out(tokens: int, responses: int) -> bool:
         ids = {"response_ids": (68,) * tokens, "counts": np.ones(tokens, bool)}
-        return EOS_ID in left_out_of(stack, [replace(r, **ids) for r in made.dump(values, values)[:responses]])
+        return EOS_ID in absent_ends(stack, [replace(r, **ids) for r in made.dump(values, values)[:responses]])
 
     assert [left_out(2, 5), left_out(1, 5), left_out(2, 1)] == [False, True, True]
 
@@ -489,7 +489,7 @@ def test_sides_that_share_no_token_are_judged_one_by_one(made: Material, stack: 
 def test_an_end_token_that_the_model_does_not_have_is_in_no_distribution(made: Material) -> None:
     outside = StackModel(made.model, {}, eos_token_id=VOCAB)  # of a tokenizer with more tokens
     good = made.logprobs()
-    assert VOCAB not in left_out_of(outside, made.dump(good, good))
+    assert VOCAB not in absent_ends(outside, made.dump(good, good))
     assert audit(outside, made.dump(good, good), StackSampling(TEMPERATURE)).sampler.is_right
 
 

@@ -71,9 +71,12 @@ class Combination:
         return [cause.said(sampling, self.value_of(cause)) for cause in self.causes]
 
 
+PLAIN = Combination()
+
+
 def together(*causes: Cause) -> Combination:
     """Return causes of different stages as one combination."""
-    found = Combination()
+    found = PLAIN
     for cause in causes:
         match cause:
             case OtherModel():

@@ -11,7 +11,7 @@ import torch
 
 from ppo_repro.testing.advice import ADVICE
 from ppo_repro.testing.audit import limits
-from ppo_repro.testing.audit.measure import explains, rms
+from ppo_repro.testing.audit.measure import is_rounding, rms
 from ppo_repro.testing.audit.search.combination import Combination
 from ppo_repro.testing.audit.search.trial import Candidate, Trial
 
@@ -51,17 +51,17 @@ def hypothesis_of(trial: Trial, candidate: Candidate) -> Hypothesis:
     causes = combination.causes
     before = trial.plain.left if causes else math.inf
     rounded = (rms(trial.rounding(cause, trial.many)) for cause in causes if cause.rounds("computed", "part", "logits"))
-    does = explains(errors, before, side.tolerance, max(rounded, default=0.0))
+    explains = is_rounding(errors, before, side.tolerance, max(rounded, default=0.0))
     words = combination.words(side.sampling)
-    if side.stored.name and (explains(errors, before, side.tolerance) or not causes):
+    if side.stored.name and (is_rounding(errors, before, side.tolerance) or not causes):
         words.append(f"rounded to {side.stored.name}")
     return Hypothesis(
         candidate=candidate,
-        explains=does,
+        explains=explains,
         words=" and ".join(words) or "as it is",
         advice="; ".join(dict.fromkeys(cause.advice for cause in causes)) or ADVICE["coarse_records"].mend,
         deviations=sum(cause.deviations for cause in causes),
-        explains_zeros=does and _explains_zeros(trial, combination),
+        explains_zeros=explains and _explains_zeros(trial, combination),
         temperature=combination.temperature,
         is_option=len(causes) == 1 and causes[0].is_option,
     )

@@ -16,12 +16,11 @@ from ppo_repro.models.stock import float64
 from ppo_repro.testing.audit.causes.cause import OtherInput, OtherModel
 from ppo_repro.testing.audit.distributions import Chunk
 from ppo_repro.testing.audit.forward import Pass, States, has_decoder_apart, pass_over, slices, states
-from ppo_repro.testing.audit.search.combination import Combination
+from ppo_repro.testing.audit.search.combination import PLAIN, Combination
 from ppo_repro.testing.audit.search.windows import Tokens, Window
 from ppo_repro.testing.audit.stack import StackSampling
 from ppo_repro.testing.dumps import DumpedResponse
 
-PLAIN = Combination()
 Key = tuple[Combination, Tokens]  # causes up to the logits
 
 

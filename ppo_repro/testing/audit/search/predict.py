@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ppo_repro.testing.audit.distributions import Chunk, Definition, target_logprobs
-from ppo_repro.testing.audit.search.combination import Combination
-from ppo_repro.testing.audit.search.logits import PLAIN, Logits
+from ppo_repro.testing.audit.search.combination import PLAIN, Combination
+from ppo_repro.testing.audit.search.logits import Logits
 from ppo_repro.testing.audit.search.windows import Tokens
 
 

@@ -12,9 +12,9 @@ from transformers import PreTrainedModel
 
 from ppo_repro.testing.audit import limits
 from ppo_repro.testing.audit.causes.cause import Cause, OtherInput
-from ppo_repro.testing.audit.measure import Stored, errors, rms, stored_as
+from ppo_repro.testing.audit.measure import Stored, errors_of, rms, stored_as
 from ppo_repro.testing.audit.numbers import Numbers, RecordedChunk
-from ppo_repro.testing.audit.search.combination import Combination, together
+from ppo_repro.testing.audit.search.combination import PLAIN, Combination, together
 from ppo_repro.testing.audit.search.logits import Logits
 from ppo_repro.testing.audit.search.predict import Predictor
 from ppo_repro.testing.audit.search.windows import Tokens, WrongResponse, few_and_many
@@ -61,7 +61,7 @@ class Trial:
     @cached_property
     def plain(self) -> Candidate:
         """Return what no cause leaves on many tokens."""
-        found = self.candidate(Combination(), self.many)
+        found = self.candidate(PLAIN, self.many)
         assert found is not None
         return found
 
@@ -78,15 +78,15 @@ class Trial:
 
     def candidate(self, combination: Combination, tokens: Tokens) -> Candidate | None:
         """Return what causes leave on some tokens; None if they predict too few of the tokens."""
-        left, usable = [], 0
+        found, usable = [], 0
         for values, w in zip(self.predictor(combination, tokens), tokens.windows, strict=True):
             numbers = self.side.numbers[w.response]
             there = numbers.usable[w.here] & ~values.isnan()
             usable += int(numbers.usable[w.here].sum())
-            left.append(errors(numbers.recorded[w.here][there], values[there], self.side.stored).cpu())
-        joined = torch.cat(left)
+            found.append(errors_of(numbers.recorded[w.here][there], values[there], self.side.stored).cpu())
+        errors = torch.cat(found)
         enough = max(limits.FEWEST_PREDICTED, usable / limits.PREDICTED_ONE_IN)
-        return Candidate(combination, joined) if not combination.causes or len(joined) >= enough else None
+        return Candidate(combination, errors) if combination == PLAIN or len(errors) >= enough else None
 
     def chunks(self, combination: Combination, tokens: Tokens) -> list[RecordedChunk]:
         """Return the logits that causes compute, beside the numbers that this trial judges."""

@@ -72,14 +72,15 @@ def is_rounding(errors: Tensor, before: float, tolerance: float, narrow: float =
         errors: the errors [n] that the causes leave, in nats.
         before: rms of the errors without the causes; infinity if there is nothing to compare with.
         tolerance: rms of the rounding of float32, times limits.RIGHT.
-        narrow: rms of the 16-bit rounding that is a cause, or a part of a cause; 0 without such a cause.
+        narrow: rms of the 16-bit rounding that is a cause, or a part of a cause; 0 without such a cause. If 16
+            bits overflow it is NaN or infinity, and explains no errors.
     """
     is_float32 = (
         rms(errors) <= tolerance
         and float(errors.abs().amax()) <= limits.TOKEN_OVER_RMS * tolerance
         and rms(errors) < limits.OF_ERRORS * before
     )
-    return is_float32 or (narrow > 0.0 and rms(errors) <= limits.OF_ROUNDING * narrow)
+    return is_float32 or (0.0 < narrow < math.inf and rms(errors) <= limits.OF_ROUNDING * narrow)
 
 
 def sizes_apart(a: Tensor, b: Tensor) -> float:

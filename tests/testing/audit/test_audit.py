@@ -576,6 +576,28 @@ def test_context_that_a_later_turn_does_not_see(
     assert found.trainer.is_right
 
 
+# 16 bits that overflow
+
+
+@pytest.mark.parametrize(
+    ("name", "cause"),
+    [("no temperature", NO_T), ("bfloat16", "computed in bfloat16"), ("constant", "unknown"), ("noise", "unknown")],
+)
+def test_a_model_that_overflows_in_float16_gets_no_verdict_from_its_rounding(name: str, cause: str) -> None:
+    model = small_model(qwen3_config(), 4)
+    with torch.no_grad():
+        for layer in model.get_decoder().layers:
+            layer.mlp.up_proj.weight.mul_(2.0**17)
+            layer.mlp.down_proj.weight.mul_(2.0**-17)
+    overflowing = material(model)
+    assert not all(bool(x.isfinite().all()) for x in overflowing.logits(half(model, torch.float16)))
+    bad = FAULTS[name][0](overflowing)
+    found = judged(overflowing, StackModel(model, {}), bad, overflowing.logprobs())
+    assert found.trainer.is_right
+    assert cause_of(found.sampler) == cause
+    assert all(math.isfinite(t.left) for t in found.sampler.tried)
+
+
 # experts
 
 

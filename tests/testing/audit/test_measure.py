@@ -53,6 +53,8 @@ def test_a_cause_that_leaves_half_of_what_was_there_explains_nothing_but_its_own
     assert not is_rounding(x, 1.99 * size, tolerance)
     assert is_rounding(x, math.inf, 1.01 * size)
     assert is_rounding(x, size, 0.0, rounding) == (rms(x) <= OF_ROUNDING * rounding)
+    assert not is_rounding(x, size, 0.0, math.nan)
+    assert not is_rounding(x, size, 0.0, math.inf)
 
 
 @given(seed=SEEDS, size=SIZES)

@@ -12,26 +12,26 @@ from ppo_repro.testing.audit import limits
 from ppo_repro.testing.audit.measure import errors_of, is_rounding, rms
 from ppo_repro.testing.audit.search.combination import PLAIN
 from ppo_repro.testing.audit.search.hypothesis import Hypothesis, Pattern
-from ppo_repro.testing.audit.search.trial import Candidate, WrongSide
+from ppo_repro.testing.audit.search.trial import Candidate, Trial
 
 
-def of_other_orders(side: WrongSide) -> Iterator[Hypothesis]:
+def of_other_orders(trial: Trial) -> Iterator[Hypothesis]:
     """Yield the hypotheses that the numbers are log-probs of other responses, or of other tokens of the response."""
-    recorded = [one.recorded[one.usable].cpu() for one in side.numbers]
-    right = [one.reference[one.usable].cpu() for one in side.numbers]
+    recorded = [one.recorded[one.usable].cpu() for one in trial.numbers]
+    right = [one.reference[one.usable].cpu() for one in trial.numbers]
 
     def fits(i: int, errors: Tensor) -> bool:
         # if only few tokens are wrong, the numbers are in the right order
-        return is_rounding(errors, rms(errors_of(recorded[i], right[i], side.stored)), side.tolerance)
+        return is_rounding(errors, rms(errors_of(recorded[i], right[i], trial.stored)), trial.tolerance)
 
     def of_other_response(i: int) -> Tensor | None:
         size = len(recorded[i])
         others = (x for j, x in enumerate(right) if j != i and size == len(x) > 1)
-        each = (errors_of(recorded[i], x, side.stored) for x in others)
+        each = (errors_of(recorded[i], x, trial.stored) for x in others)
         return next((errors for errors in each if fits(i, errors)), None)
 
     def of_other_tokens(i: int) -> Tensor | None:
-        errors = errors_of(recorded[i].sort().values, right[i].sort().values, side.stored)
+        errors = errors_of(recorded[i].sort().values, right[i].sort().values, trial.stored)
         return errors if len(errors) > 2 and fits(i, errors) else None
 
     orders: tuple[tuple[Pattern, str, Callable[[int], Tensor | None]], ...] = (
@@ -40,7 +40,7 @@ def of_other_orders(side: WrongSide) -> Iterator[Hypothesis]:
     )
     for pattern, words, order in orders:
         parts = list[Tensor]()
-        for i in side.wrong_responses:
+        for i in trial.wrong_responses:
             if (errors := order(i)) is None:
                 break
             parts.append(errors)

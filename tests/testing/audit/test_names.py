@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from ppo_repro.testing.audit.causes import names
 from ppo_repro.testing.audit.causes.fields import WITHOUT, fields_read
-from ppo_repro.testing.audit.causes.names import OTHER_FIELDS, OTHER_NUMBERS, Kind, Names
+from ppo_repro.testing.audit.causes.names import OTHER_FIELDS, OTHER_NUMBERS, Kind, KnownNames
 from ppo_repro.testing.audit.ignored_options import ASKED
 from tests.support.models import CONFIGS, MIXTURES, small_model
 from tests.testing.audit.families import FAMILIES, built
@@ -50,7 +50,7 @@ FAMILIES_OF = {
     "FACTOR": {"deepseek_v3", "gemma3_text", "gpt_neox", "gpt_oss", "llama", "phi", "phi3", "stablelm"},
     "ROPE_TYPE": ROTARY,
 }
-ROWS = {name: row for name, row in vars(names).items() if isinstance(row, Names)}
+ROWS = {name: row for name, row in vars(names).items() if isinstance(row, KnownNames)}
 
 
 def models() -> Iterator[PreTrainedModel]:
@@ -95,7 +95,7 @@ def names_by_family() -> dict[str, dict[Kind, set[str]]]:
 
 
 @pytest.mark.parametrize("row", [*ROWS.values(), *OTHER_NUMBERS], ids=lambda row: row.pattern)
-def test_the_example_of_a_row_is_a_name_of_its_family(row: Names) -> None:
+def test_the_example_of_a_row_is_a_name_of_its_family(row: KnownNames) -> None:
     assert row.recognise(row.example)
     assert row.example in names_by_family()[row.family][row.kind]
 

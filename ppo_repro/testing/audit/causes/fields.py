@@ -29,7 +29,7 @@ from ppo_repro.testing.audit.causes.names import (
     SOFT_CAP,
     THETA,
     WINDOW,
-    Names,
+    KnownNames,
     is_architecture,
 )
 from ppo_repro.testing.audit.causes.probe import is_finite
@@ -49,7 +49,7 @@ WITHOUT = {  # what a field that is left out means; other fields are named by th
     "routed_scaling_factor": "experts without their factor",
     "sliding_window": "attention without its sliding window",
 }
-_USUAL: Mapping[Names, Sequence[float]] = {  # 0 and 1 say nothing there
+_USUAL: Mapping[KnownNames, Sequence[float]] = {  # 0 and 1 say nothing there
     EPSILON: (1e-5, 1e-6, 1e-8, 1e-12),
     THETA: (1e4, 5e5, 1e6),
     SOFT_CAP: (30.0, 50.0),

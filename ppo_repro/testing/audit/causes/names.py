@@ -16,7 +16,7 @@ Kind = Literal["field", "class", "module", "tensor", "number", "function"]
 
 
 @dataclass(frozen=True)
-class Names:
+class KnownNames:
     """The names of one kind that a regular expression matches as a whole.
 
     A field is of `config.json`, or an entry of its rotary parameters. A class is of a module. A tensor is a weight or a
@@ -35,59 +35,59 @@ class Names:
 
 # parts of a model
 
-NORM = Names("class", "(?i:.*norm.*)", "LlamaRMSNorm", "llama")
-ROUTER = Names("class", ".*(Router|Gate|Gating)", "MixtralTopKRouter", "mixtral")
-EXPERTS = Names("module", ".*experts", "model.layers.0.mlp.experts", "mixtral")
-SHARED_EXPERTS = Names("module", ".*shared_experts?", "model.layers.1.mlp.shared_experts", "deepseek_v3")
-BIAS = Names("tensor", ".*bias", "bias", "qwen2")
-FREQUENCIES = Names("tensor", ".*inv_freq", "inv_freq", "llama")
-EMBED_SCALE = Names("tensor", "embed_scale", "embed_scale", "gemma2")
-ROTATION = Names("function", "apply_rotary_pos_emb", "apply_rotary_pos_emb", "llama")
-REPETITION = Names("function", "repeat_kv", "repeat_kv", "llama")
+NORM = KnownNames("class", "(?i:.*norm.*)", "LlamaRMSNorm", "llama")
+ROUTER = KnownNames("class", ".*(Router|Gate|Gating)", "MixtralTopKRouter", "mixtral")
+EXPERTS = KnownNames("module", ".*experts", "model.layers.0.mlp.experts", "mixtral")
+SHARED_EXPERTS = KnownNames("module", ".*shared_experts?", "model.layers.1.mlp.shared_experts", "deepseek_v3")
+BIAS = KnownNames("tensor", ".*bias", "bias", "qwen2")
+FREQUENCIES = KnownNames("tensor", ".*inv_freq", "inv_freq", "llama")
+EMBED_SCALE = KnownNames("tensor", "embed_scale", "embed_scale", "gemma2")
+ROTATION = KnownNames("function", "apply_rotary_pos_emb", "apply_rotary_pos_emb", "llama")
+REPETITION = KnownNames("function", "repeat_kv", "repeat_kv", "llama")
 
 # fields with values of their own
 
-EPSILON = Names("field", ".*eps(ilon)?", "rms_norm_eps", "llama")
-THETA = Names("field", ".*theta", "rope_theta", "llama")
-SOFT_CAP = Names("field", ".*softcapping", "attn_logit_softcapping", "gemma2")
-SCALE = Names("field", ".*(scal|multiplier).*", "attention_multiplier", "granite")
-WINDOW = Names("field", ".*window", "sliding_window", "mistral")
-FACTOR = Names("field", ".*factor", "partial_rotary_factor", "gpt_neox")
-ROPE_TYPE = Names("field", "rope_type", "rope_type", "llama")
+EPSILON = KnownNames("field", ".*eps(ilon)?", "rms_norm_eps", "llama")
+THETA = KnownNames("field", ".*theta", "rope_theta", "llama")
+SOFT_CAP = KnownNames("field", ".*softcapping", "attn_logit_softcapping", "gemma2")
+SCALE = KnownNames("field", ".*(scal|multiplier).*", "attention_multiplier", "granite")
+WINDOW = KnownNames("field", ".*window", "sliding_window", "mistral")
+FACTOR = KnownNames("field", ".*factor", "partial_rotary_factor", "gpt_neox")
+ROPE_TYPE = KnownNames("field", "rope_type", "rope_type", "llama")
 
 # fields of training, of tokens and of what is returned: no log-prob depends on them
 OTHER_FIELDS = (
-    Names("field", ".*dropout.*", "attention_dropout", "llama"),
-    Names("field", ".*pdrop.*", "resid_pdrop", "gpt2"),
-    Names("field", ".*initializ.*", "initializer_range", "llama"),
-    Names("field", ".*init_.*", "init_std", "xglm"),
-    Names("field", ".*token_id.*", "pad_token_id", "llama"),
-    Names("field", "output_.*", "output_router_logits", "mixtral"),
-    Names("field", "return_.*", "return_dict", "llama"),
-    Names("field", "use_cache", "use_cache", "llama"),
-    Names("field", "_.*", "_name_or_path", "llama"),
-    Names("field", ".*aux_loss.*", "router_aux_loss_coef", "mixtral"),
-    Names("field", ".*jitter.*", "router_jitter_noise", "mixtral"),
-    Names("field", "dtype", "dtype", "llama"),
-    Names("field", ".*vocab_size.*", "vocab_size", "llama"),
-    Names("field", ".*is_encoder_decoder.*", "is_encoder_decoder", "llama"),
-    Names("field", ".*max_position_embeddings.*", "max_position_embeddings", "llama"),
-    Names("field", ".*problem_type.*", "problem_type", "llama"),
-    Names("field", ".*label.*", "id2label", "llama"),
-    Names("field", "num_hidden_layers", "num_hidden_layers", "llama"),
-    Names("field", "n_layer", "n_layer", "gpt2"),
+    KnownNames("field", ".*dropout.*", "attention_dropout", "llama"),
+    KnownNames("field", ".*pdrop.*", "resid_pdrop", "gpt2"),
+    KnownNames("field", ".*initializ.*", "initializer_range", "llama"),
+    KnownNames("field", ".*init_.*", "init_std", "xglm"),
+    KnownNames("field", ".*token_id.*", "pad_token_id", "llama"),
+    KnownNames("field", "output_.*", "output_router_logits", "mixtral"),
+    KnownNames("field", "return_.*", "return_dict", "llama"),
+    KnownNames("field", "use_cache", "use_cache", "llama"),
+    KnownNames("field", "_.*", "_name_or_path", "llama"),
+    KnownNames("field", ".*aux_loss.*", "router_aux_loss_coef", "mixtral"),
+    KnownNames("field", ".*jitter.*", "router_jitter_noise", "mixtral"),
+    KnownNames("field", "dtype", "dtype", "llama"),
+    KnownNames("field", ".*vocab_size.*", "vocab_size", "llama"),
+    KnownNames("field", ".*is_encoder_decoder.*", "is_encoder_decoder", "llama"),
+    KnownNames("field", ".*max_position_embeddings.*", "max_position_embeddings", "llama"),
+    KnownNames("field", ".*problem_type.*", "problem_type", "llama"),
+    KnownNames("field", ".*label.*", "id2label", "llama"),
+    KnownNames("field", "num_hidden_layers", "num_hidden_layers", "llama"),
+    KnownNames("field", "n_layer", "n_layer", "gpt2"),
 )
 
 # numbers of modules that change no log-prob, or that another cause changes
 OTHER_NUMBERS = (
-    Names("number", ".*eps.*", "variance_epsilon", "llama"),
-    Names("number", ".*dropout.*", "attention_dropout", "llama"),
-    Names("number", "p", "p", "gpt2"),
-    Names("number", ".*norm_type.*", "norm_type", "llama"),
-    Names("number", ".*embed_scale.*", "scalar_embed_scale", "gemma2"),
-    Names("number", ".*aux_loss.*", "router_aux_loss_coef", "mixtral"),
-    Names("number", ".*attention_scaling.*", "attention_scaling", "llama"),
-    Names("number", ".*jitter.*", "jitter_noise", "mixtral"),
+    KnownNames("number", ".*eps.*", "variance_epsilon", "llama"),
+    KnownNames("number", ".*dropout.*", "attention_dropout", "llama"),
+    KnownNames("number", "p", "p", "gpt2"),
+    KnownNames("number", ".*norm_type.*", "norm_type", "llama"),
+    KnownNames("number", ".*embed_scale.*", "scalar_embed_scale", "gemma2"),
+    KnownNames("number", ".*aux_loss.*", "router_aux_loss_coef", "mixtral"),
+    KnownNames("number", ".*attention_scaling.*", "attention_scaling", "llama"),
+    KnownNames("number", ".*jitter.*", "jitter_noise", "mixtral"),
 )
 
 

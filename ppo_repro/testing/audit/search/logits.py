@@ -21,7 +21,7 @@ from ppo_repro.testing.audit.search.windows import Tokens, Window
 from ppo_repro.testing.audit.stack import StackSampling
 from ppo_repro.testing.dumps import DumpedResponse
 
-Key = tuple[Combination, Tokens]  # causes up to the logits
+Key = tuple[Combination, Tokens]  # under which computed numbers are remembered
 
 
 class Logits:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ppo_repro.testing.audit.distributions import Chunk, Definition, target_logprobs
 from ppo_repro.testing.audit.search.combination import PLAIN, Combination
-from ppo_repro.testing.audit.search.logits import Logits
+from ppo_repro.testing.audit.search.logits import Key, Logits
 from ppo_repro.testing.audit.search.windows import Tokens
 
 
@@ -22,8 +22,8 @@ class Predictor:
 
     def __init__(self, logits: Logits, definition: Definition, right: Sequence[Tensor]) -> None:
         self.logits, self.definition, self.right = logits, definition, right
-        self._of_targets: dict[tuple[Combination, Tokens], list[Tensor]] = {}
-        self._of_all: tuple[tuple[Combination, Tokens] | None, list[list[Tensor]]] = (None, [])
+        self._of_targets: dict[Key, list[Tensor]] = {}
+        self._of_all: tuple[Key | None, list[list[Tensor]]] = (None, [])
 
     def __call__(self, combination: Combination, tokens: Tokens) -> list[Tensor]:
         """Return the predicted numbers of each window, float64; NaN for tokens without a prediction."""
@@ -47,7 +47,7 @@ class Predictor:
 
     def _quantities(self, combination: Combination, tokens: Tokens) -> list[Tensor]:
         """Return the quantity of each token, by window; without a cause in this stage its log-prob."""
-        if not combination.causes:
+        if combination == PLAIN:
             return [self.right[w.response][w.here] for w in tokens.windows]
         causes, quantity = combination.to_softmax, combination.quantity
         if quantity is None:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from ppo_repro.testing.audit.stack import StackModel, StackSampling
     from ppo_repro.testing.dumps import DumpedResponse
 
+# the names of `dumps.FORMATS`, which a test compares: the command line starts without NumPy
 FORMATS = "ppo_repro, verl, trl, slime, prime-rl or areal (default: told from the columns)"
 MEANS = ("auto", "raw", "tempered", "processed")
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # options, as StackSampling names them

@@ -24,7 +24,7 @@ from ppo_repro.base.output import shown
 if TYPE_CHECKING:
     import pandas as pd
 
-ROUNDING = 1e-3  # nats; by less than this a log-prob may be above 0
+ABOVE_0 = 1e-3  # nats; a log-prob may be so much above 0, by rounding
 SUFFIXES = (".jsonl", ".parquet", ".pt")
 INSIDE = ("samples", "rollout_data")  # slime's names for the rows, or the columns
 # other numbers of each token, and their names in dumps: first ours, then names of stacks
@@ -169,7 +169,7 @@ def _responses(where: str, rows: Iterator[Any], names: Names | str | None) -> It
 def impossible(values: npt.NDArray[np.float32]) -> str:
     """Return the reason why numbers cannot be log-probs, "" if they can be. NaN and infinities are ignored."""
     finite = values[np.isfinite(values)]
-    above = finite[finite > ROUNDING]
+    above = finite[finite > ABOVE_0]
     if above.size:
         kind = "0 or above: losses or probabilities?" if (finite >= 0).all() else "some above 0"
         return f"{above.size} of {finite.size} numbers are above 0, as {above[0]:.4g} ({kind}); give log-probs in nats"
@@ -402,10 +402,28 @@ def _parquet_rows(path: Path) -> Generator[DumpRow, None, None]:
 
 
 def _tensor_rows(path: Path, names: Names | str | None) -> Generator[DumpRow, None, None]:
+    """Yield the rows of a `.pt` file: it has a dict of columns, or a list of rows or of such dicts."""
+    loaded = _loaded(path)
+    if isinstance(loaded, dict):
+        loaded = next((loaded[name] for name in INSIDE if isinstance(loaded.get(name), dict | list)), loaded)
+    parts = loaded if isinstance(loaded, list) else [loaded]
+    if not all(isinstance(part, dict) for part in parts):
+        raise UserError(f"{path}: holds {type(loaded).__name__}; must be a dict of columns or a list of rows")
+    for part in parts:
+        if isinstance(loaded, list) and _is_row(part):
+            yield {str(name): _plain(value) for name, value in part.items()}
+            continue
+        columns = _columns(path, part, names)
+        for row in zip(*columns.values(), strict=True):
+            yield {name: _plain(value) for name, value in zip(columns, row, strict=True)}
+
+
+def _loaded(path: Path) -> Any:
+    """Return what `torch.save` wrote, without running code from it."""
     import torch
 
     try:
-        loaded = torch.load(path, map_location="cpu", weights_only=True)
+        return torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); give a file that torch.save wrote") from error
     except Exception as error:  # damaged files fail in many ways
@@ -415,39 +433,46 @@ def _tensor_rows(path: Path, names: Names | str | None) -> Generator[DumpRow, No
         advice = "save a dict of tensors and lists, or a list of such dicts, with torch.save"
         raise UserError(f"{path}: cannot be read without running code from it ({shown(reason)}); {advice}") from error
 
-    def rows(values: Any) -> Any:  # of different lengths, in a nested tensor
-        return values.unbind() if isinstance(values, torch.Tensor) and values.is_nested else values
 
-    def has_rows(values: Any) -> bool:
-        return values.dim() > 0 if isinstance(values, torch.Tensor) else isinstance(values, list | tuple)
+def _is_row(part: Mapping[Any, Any]) -> bool:
+    """Return whether an item of a list is one response; else it has columns, tensors of several responses."""
+    import torch
 
-    def plain(value: Any) -> Any:
-        try:
-            return value.tolist() if isinstance(value, torch.Tensor) else value
-        except RuntimeError:  # without numbers, or sparse
-            return str(value)  # which no column may hold
+    return not any(isinstance(value, torch.Tensor) and value.dim() > 1 for value in part.values())
 
-    if isinstance(loaded, dict):
-        loaded = next((loaded[name] for name in INSIDE if isinstance(loaded.get(name), dict | list)), loaded)
-    parts = loaded if isinstance(loaded, list) else [loaded]
-    if not all(isinstance(part, dict) for part in parts):
-        raise UserError(f"{path}: holds {type(loaded).__name__}; must be a dict of columns or a list of rows")
-    for part in parts:
-        if isinstance(loaded, list) and not any(isinstance(v, torch.Tensor) and v.dim() > 1 for v in part.values()):
-            yield {str(name): plain(value) for name, value in part.items()}
-            continue
-        used = names if isinstance(names, Names) else names_of(str(path), map(str, part), names)
-        columns = {str(name): rows(values) for name, values in part.items() if has_rows(values)}
-        if used.sampler not in columns:
-            raise _no_column(path, used.sampler, part)
-        count = len(columns[used.sampler])
-        spelled = (next((name for name in names if name in columns), "") for names in EXTRA.values())
-        named = {name for f in fields(Names) if isinstance(name := getattr(used, f.name), str)}
-        for name in sorted({*named, *spelled, *used.ahead} & columns.keys()):
-            if len(columns[name]) != count:
-                raise UserError(
-                    f"{path}: {name} has {len(columns[name])} rows, {used.sampler} has {count}; all must have as many"
-                )
-        columns = {name: values for name, values in columns.items() if len(values) == count}
-        for row in zip(*columns.values(), strict=True):
-            yield {name: plain(value) for name, value in zip(columns, row, strict=True)}
+
+def _columns(path: Path, part: Mapping[Any, Any], names: Names | str | None) -> dict[str, Any]:
+    """Return the columns with an entry for each response. Raises UserError if a known column has more or fewer."""
+    used = names if isinstance(names, Names) else names_of(str(path), map(str, part), names)
+    columns = {str(name): entries for name, value in part.items() if (entries := _entries(value)) is not None}
+    if used.sampler not in columns:
+        raise _no_column(path, used.sampler, part)
+    count = len(columns[used.sampler])
+    spelled = (next((name for name in names if name in columns), "") for names in EXTRA.values())
+    named = {name for f in fields(Names) if isinstance(name := getattr(used, f.name), str)}
+    for name in sorted({*named, *spelled, *used.ahead} & columns.keys()):
+        if len(columns[name]) != count:
+            raise UserError(
+                f"{path}: {name} has {len(columns[name])} rows, {used.sampler} has {count}; all must have as many"
+            )
+    return {name: entries for name, entries in columns.items() if len(entries) == count}
+
+
+def _entries(value: Any) -> Any:
+    """Return the entries of a column, one for each response; None for a value that is no column."""
+    import torch
+
+    if isinstance(value, torch.Tensor) and value.dim() > 0:
+        # responses of different lengths are in a nested tensor
+        return value.unbind() if value.is_nested else value
+    return value if isinstance(value, list | tuple) else None
+
+
+def _plain(value: Any) -> Any:
+    """Return the numbers of a tensor; one without numbers, or a sparse one, gives a text, which no column may have."""
+    import torch
+
+    try:
+        return value.tolist() if isinstance(value, torch.Tensor) else value
+    except RuntimeError:
+        return str(value)

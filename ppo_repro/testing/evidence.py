@@ -18,7 +18,7 @@ from ppo_repro.base.errors import UserError
 from ppo_repro.records.logprob_pairs import KEY, PAIR
 from ppo_repro.statistics.bits import in_bfloat16, in_float16
 from ppo_repro.statistics.kl import Floats
-from ppo_repro.testing.dumps import ROUNDING
+from ppo_repro.testing.dumps import ABOVE_0
 
 # optional columns, each of which parts the sequences in two groups: 0 at all tokens, and above 0 at some token
 GroupColumn = Literal["pad_length", "steps_since_sync", "id_differs", "prompt_differs"]
@@ -152,7 +152,7 @@ def _total(values: npt.ArrayLike) -> float:
 def _moments(a: Floats, b: Floats, delta: Floats) -> PatternSums:
     return PatternSums(
         tokens=float(len(delta)),
-        above_0=_total((a > ROUNDING) | (b > ROUNDING)),
+        above_0=_total((a > ABOVE_0) | (b > ABOVE_0)),
         delta_sq=_total(delta**2),
         a=_total(a),
         b=_total(b),

@@ -3,8 +3,8 @@
 1. Compute the right log-probs of the dumped tokens in float64, and the rounding of stock float32 (`reference`).
 2. Choose the distribution that the log-probs of each side are of: of all tokens, or after penalties and cuts (`sides`).
 3. Measure how far each side is from the right log-probs (`judge`). A side is right if it is about as near as float32.
-4. Search the causes of a wrong side (`search/`): each cause predicts numbers, and explains the side if what remains of
-   the errors is rounding (`measure.explains`).
+4. Search the causes of a wrong side (`search/`): each cause predicts numbers, and explains the side if the errors that
+   it leaves are rounding (`measure.is_rounding`).
 5. Name the causes if at most three hypotheses explain the side equally well (`judge`). Else the cause is `unknown`, and
    `facts` describes the errors.
 6. If the sampler's log-probs are right, judge whether the tokens were drawn from them (`draws`).
@@ -27,13 +27,13 @@ from ppo_repro.models.stock import float64
 from ppo_repro.statistics.draws import Draws
 from ppo_repro.testing.audit import limits
 from ppo_repro.testing.audit.distributions import Definition, sampled_from
-from ppo_repro.testing.audit.draws import DrawCauses, Tally, drawn_from, left_out_of
+from ppo_repro.testing.audit.draws import DrawCauses, Tally, absent_ends, drawn_from
 from ppo_repro.testing.audit.judge import judged
 from ppo_repro.testing.audit.measure import rms
 from ppo_repro.testing.audit.reference import Reference, chunks_of, references_of
 from ppo_repro.testing.audit.sides import RecordedSide, recorded_sides
 from ppo_repro.testing.audit.stack import StackModel, StackSampling, positions, vocabulary
-from ppo_repro.testing.audit.verdict import JudgedSide, Unknown
+from ppo_repro.testing.audit.verdict import JudgedSide
 from ppo_repro.testing.dumps import DumpedResponse
 
 TOKENS = ("row", "turn", "position", "token_id", "reference", "trainer_reference", "sampler", "trainer")
@@ -66,7 +66,7 @@ class Audit:
 def audit(stack: StackModel, responses: Sequence[DumpedResponse], sampling: StackSampling) -> Audit:
     """Judge both sides of a dump. Raises UserError if the dump cannot come from this model."""
     _check_model(stack, responses)
-    tallies = {definition: Tally(left_out_of(stack, responses)) for definition in sampled_from(sampling)}
+    tallies = {definition: Tally(absent_ends(stack, responses)) for definition in sampled_from(sampling)}
     references = references_of(stack.model, responses, sampling, tallies)
     recorded = recorded_sides(responses, references, sampling)
     sampler, trainer = judged(stack, recorded)
@@ -152,7 +152,7 @@ def _require_temperature(sampling: StackSampling, sides: Iterable[JudgedSide]) -
 
 def _check_weights(sampler: JudgedSide, trainer: JudgedSide, recorded: Sequence[RecordedSide], floor: float) -> None:
     """Raise UserError if both sides agree with each other but not with the model, for no known cause."""
-    if not (isinstance(sampler.verdict, Unknown) and isinstance(trainer.verdict, Unknown)):
+    if not sampler.verdict.state == trainer.verdict.state == "unknown":
         return
     pairs = zip(*(side.numbers for side in recorded), strict=True)
     differences = torch.cat([(a.recorded - b.recorded)[a.usable & b.usable] for a, b in pairs])

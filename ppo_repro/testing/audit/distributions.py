@@ -68,12 +68,12 @@ def cut(scaled: Tensor, top_k: int, top_p: float, min_p: float, first: Collectio
     if min_p > 0.0:
         least["min-p"] = scaled.amax(-1, keepdim=True) + math.log(min_p)
     if top_p < 1.0:
-        left = scaled
+        counted = scaled
         for name in first:
-            left = left.masked_fill(left < least[name], -math.inf) if name in least else left
-        total, size = left.logsumexp(-1, keepdim=True), min(HEAD, vocabulary)
+            counted = counted.masked_fill(counted < least[name], -math.inf) if name in least else counted
+        total, size = counted.logsumexp(-1, keepdim=True), min(HEAD, vocabulary)
         while True:
-            ranked = left.topk(size).values
+            ranked = counted.topk(size).values
             p = (ranked - total).exp()
             count = (p.cumsum(-1) - p <= top_p).sum(-1, keepdim=True).clamp_min(1)
             if size == vocabulary or bool((count < size).all()):

@@ -25,7 +25,7 @@ TEMPERATURES = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 1.05, 1.1, 1.2, 1.4, 1.7, 2.0)  #
 class Tally:
     """How likely the drawn tokens of a dump are in their distributions, response by response."""
 
-    left_out: tuple[int, ...] = ()  # tokens that the dump does not have: it is judged among the others
+    absent: tuple[int, ...] = ()  # tokens that the dump does not have: it is judged among the others
     logprobs: list[Tensor] = field(default_factory=list)  # log p(token), float64 [k] each
     entropies: list[Tensor] = field(default_factory=list)
     cumulative: list[Tensor] = field(default_factory=list)  # probability of the tokens at least as likely
@@ -38,7 +38,7 @@ class Tally:
         """Add k tokens of response `owner`: logits [k, V] of their distributions, ids [k], and which ones count [k]."""
         if not bool(counts.any()):
             return
-        log_p = among_others(logits[counts], self.left_out).log_softmax(-1)
+        log_p = among_others(logits[counts], self.absent).log_softmax(-1)
         p, at = log_p.exp(), targets[counts][:, None]
         mine = log_p.gather(-1, at)
         ids = torch.arange(log_p.shape[-1], device=log_p.device)
@@ -90,12 +90,12 @@ def drawn_from(tallies: Mapping[Definition, Tally]) -> Definition:
     return max(tallies, key=lambda definition: tallies[definition].likelihood())
 
 
-def among_others(logits: Tensor, left_out: Sequence[int]) -> Tensor:
+def among_others(logits: Tensor, absent: Sequence[int]) -> Tensor:
     """Return logits [k, V] of the distribution that never has some tokens."""
-    return logits.index_fill(-1, torch.tensor(left_out, dtype=torch.long, device=logits.device), -math.inf)
+    return logits.index_fill(-1, torch.tensor(absent, dtype=torch.long, device=logits.device), -math.inf)
 
 
-def left_out_of(stack: StackModel, responses: Sequence[DumpedResponse]) -> tuple[int, ...]:
+def absent_ends(stack: StackModel, responses: Sequence[DumpedResponse]) -> tuple[int, ...]:
     """Return the end tokens if no response has one, as in a dump of texts.
 
     Several responses of one length ended at a limit, so that their end tokens were never drawn; texts of one token did
@@ -121,7 +121,7 @@ class DrawCauses:
 
     def __init__(self, tally: Tally, temperature: float) -> None:
         """Begin with the smallest cuts that leave every drawn token that is possible at all."""
-        self.left_out, self.temperature = tally.left_out, temperature
+        self.absent, self.temperature = tally.absent, temperature
         drawn = torch.cat(tally.logprobs).exp()
         here = drawn > 0
         top_p = float((torch.cat(tally.cumulative) - drawn)[here].max()) + 1e-12
@@ -144,7 +144,7 @@ class DrawCauses:
     def add(self, logits: Tensor, targets: Tensor, counts: Tensor) -> None:
         """Add k tokens: logits [k, V] of their distributions, ids [k], and which ones count [k]."""
         at = torch.isfinite(logits.gather(-1, targets[:, None])[:, 0]) & counts  # none explains a token outside a cut
-        row_logits, ids = among_others(logits[at], self.left_out), targets[at]
+        row_logits, ids = among_others(logits[at], self.absent), targets[at]
         if not len(ids):
             return
         plain = target_logprobs(ids, row_logits)

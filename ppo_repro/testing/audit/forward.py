@@ -83,8 +83,8 @@ class Progress:
         self.done += done
         now = time.monotonic()
         if now - self.said >= EVERY and self.done < self.total:
-            left = (now - self.began) / self.done * (self.total - self.done)
-            say(f"audit: {self.what}: {self.done:,} of {self.total:,}, about {left:,.0f} s left")
+            seconds = (now - self.began) / self.done * (self.total - self.done)
+            say(f"audit: {self.what}: {self.done:,} of {self.total:,}, about {seconds:,.0f} s left")
             self.said = now
 
 

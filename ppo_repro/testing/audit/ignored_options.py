@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ppo_repro.testing.audit.causes.fields import FieldChange, fields_read, is_off, with_fields
+from ppo_repro.testing.audit.causes.names import FACTOR
 from ppo_repro.testing.audit.causes.probe import probed
 
 # what a configuration may ask for, and the class of a model may ignore
@@ -33,7 +34,7 @@ def not_computed(model: PreTrainedModel) -> dict[str, Any]:
     rope = config.to_dict().get("rope_parameters") or {}
     of_kinds = {key: inner for key, inner in rope.items() if isinstance(inner, dict)} or {"": rope}
     for kind, inner in of_kinds.items():
-        for key in [key for key, value in inner.items() if key.endswith("factor") and not is_off(value)]:
+        for key in [key for key, value in inner.items() if FACTOR.recognise(key) and not is_off(value)]:
             change = FieldChange(("rope_parameters", *([kind] if kind else []), key), inner[key], None)
             without, whole = probed(partial(with_fields, model, [change])), probed(lambda: model)
             if without is not None and whole is not None and torch.equal(without, whole):

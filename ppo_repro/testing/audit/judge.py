@@ -19,10 +19,10 @@ from ppo_repro.testing.audit.measure import rms
 from ppo_repro.testing.audit.numbers import Numbers
 from ppo_repro.testing.audit.search.hypothesis import Hypotheses, Hypothesis
 from ppo_repro.testing.audit.search.search import causes_after_logits, causes_before_logits, search
-from ppo_repro.testing.audit.search.trial import WrongSide, trial_of
+from ppo_repro.testing.audit.search.trial import Trial, trial_of
 from ppo_repro.testing.audit.sides import RecordedSide, largest_error
 from ppo_repro.testing.audit.stack import StackModel
-from ppo_repro.testing.audit.verdict import Distance, Explained, JudgedSide, OfItsOrder, Right, Unknown
+from ppo_repro.testing.audit.verdict import Distance, JudgedSide, Verdict
 from ppo_repro.testing.dumps import impossible
 
 FILL = "record a log-prob for every token that counts, and leave padding out by the mask"
@@ -43,7 +43,7 @@ def judged(stack: StackModel, recorded: Sequence[RecordedSide]) -> list[JudgedSi
         before_logits = before_logits or causes_before_logits(stack, side.responses)  # once for both sides
         causes = [*before_logits, *causes_after_logits(side.sampling, side.definition)]
         trial = trial_of(stack.model, side, distance.wrong_responses, causes)
-        found.append(_wrong(side, distance, trial.side, search(trial)))
+        found.append(_wrong(distance, trial, search(trial)))
     if all(side.has_own_order for side in recorded) and all(side.is_right for side in found):
         return [_of_its_order(side) for side in found]
     return found
@@ -51,7 +51,7 @@ def judged(stack: StackModel, recorded: Sequence[RecordedSide]) -> list[JudgedSi
 
 def _of_its_order(side: JudgedSide) -> JudgedSide:
     order = ", each cut of all tokens" if side.definition == EACH_CUT_OF_ALL else ""
-    return replace(side, verdict=OfItsOrder(cause=f"{side.definition.words}{order}"))
+    return replace(side, verdict=Verdict("of its own order", f"{side.definition.words}{order}"))
 
 
 def _distance(model: PreTrainedModel, side: RecordedSide) -> Distance:
@@ -70,13 +70,13 @@ def _distance(model: PreTrainedModel, side: RecordedSide) -> Distance:
 def _right(side: RecordedSide, distance: Distance) -> JudgedSide:
     """Return the verdict about a side whose log-probs are right; tokens without a log-prob make it wrong."""
     gaps = _missing_or_zero(side.numbers)
-    verdict = Explained(cause=gaps.words, advice=gaps.advice) if gaps.count else Right()
+    verdict = Verdict("explained", gaps.words, gaps.advice) if gaps.count else Verdict("right")
     return JudgedSide(side.name, side.definition, distance, gaps.count, verdict)
 
 
-def _wrong(side: RecordedSide, distance: Distance, wrong: WrongSide, found: Hypotheses) -> JudgedSide:
+def _wrong(distance: Distance, trial: Trial, found: Hypotheses) -> JudgedSide:
     """Return the verdict about a wrong side from the hypotheses that were tried."""
-    best = found.best
+    side, best = trial.side, found.best
     are_zeros_explained = bool(best) and best[0].explains_zeros
     gaps = _missing(side.numbers) if are_zeros_explained else _missing_or_zero(side.numbers)
     return JudgedSide(
@@ -84,28 +84,31 @@ def _wrong(side: RecordedSide, distance: Distance, wrong: WrongSide, found: Hypo
         definition=side.definition,
         distance=distance,
         empty=gaps.count,
-        verdict=_explained(best, wrong, gaps) if 0 < len(best) <= limits.NAMED else _unknown(side, wrong, gaps),
+        verdict=_explained(best, trial, gaps) if 0 < len(best) <= limits.NAMED else _unknown(trial, gaps),
         best=tuple(best),
         tried=tuple(found.shown()),
-        temperature=found.temperature(wrong.tolerance),
+        temperature=found.temperature(trial.tolerance),
     )
 
 
-def _explained(best: Sequence[Hypothesis], wrong: WrongSide, gaps: Gaps) -> Explained:
+def _explained(best: Sequence[Hypothesis], trial: Trial, gaps: Gaps) -> Verdict:
     """Return the verdict that names the hypotheses which explain a side."""
-    return Explained(
+    return Verdict(
+        state="explained",
         cause=" and ".join(filter(None, (gaps.words, " or ".join(t.words for t in best)))),
         advice="; ".join(filter(None, (gaps.advice, best[0].advice))),
         left=best[0].left,
-        known=tuple(of_format(wrong.stored)) if wrong.stored.mantissa else (),  # decimals are of no computation
+        known=tuple(of_format(trial.stored)) if trial.stored.mantissa else (),  # decimals are of no computation
     )
 
 
-def _unknown(side: RecordedSide, wrong: WrongSide, gaps: Gaps) -> Unknown:
+def _unknown(trial: Trial, gaps: Gaps) -> Verdict:
     """Return the verdict that describes the numbers of a side, and their errors."""
+    side = trial.side
     why = gaps.words or impossible(_counted(side.numbers).float().numpy())
-    found = facts(side.responses, side.numbers, wrong.tolerance)
-    return Unknown(advice=gaps.advice, known=(*filter(None, [why]), *of_format(wrong.stored), *found))
+    found = facts(side.responses, side.numbers, trial.tolerance)
+    known = *filter(None, [why]), *of_format(trial.stored), *found
+    return Verdict("unknown", "unknown", gaps.advice, known=known)
 
 
 # tokens without a log-prob

@@ -20,7 +20,7 @@ RECORDED = 2.0**-22
 # No error counts more than this. An infinite error can then be summed.
 CLAMP = 1e3
 
-# Does a cause explain a wrong side? (`measure.explains`)
+# Does a cause explain a wrong side? (`measure.is_rounding`)
 # A cause must leave less than half of the errors. If all errors are little more than rounding, a wrong cause leaves a
 # bit less by chance.
 OF_ERRORS = 0.5
@@ -28,7 +28,7 @@ OF_ERRORS = 0.5
 # Dumps with the cause left up to 0.26. Dumps with another cause left 0.64 and more.
 OF_ROUNDING = 0.4
 
-# Are errors 16-bit rounding with other bits? (`measure.likeness`, `search/rounding`)
+# Are errors 16-bit rounding with other bits? (`measure.likeness`, `search/other_bits`)
 # bfloat16 has 3 bits less than float16, so its rounding errors are 8 times as large. Errors have the size of a format's
 # rounding up to halfway to the other format: a factor of 8 ** 0.5.
 FORMATS_APART = 8.0

@@ -1,4 +1,4 @@
-"""The audit's one measure: is what a cause leaves of the errors only rounding?
+"""The audit's one measure: are errors only rounding?
 
 Errors are recorded minus predicted log-probs, in nats. `limits` has the numbers and their reasons.
 """
@@ -59,27 +59,28 @@ def rms(x: Tensor) -> float:
     return float(x.square().mean().sqrt()) if x.numel() else 0.0
 
 
-def errors(recorded: Tensor, predicted: Tensor, stored: Stored) -> Tensor:
+def errors_of(recorded: Tensor, predicted: Tensor, stored: Stored) -> Tensor:
     """Return recorded - predicted, less what rounding to the stored format explains; at most limits.CLAMP nats."""
     apart = (recorded - predicted).nan_to_num(limits.CLAMP).clamp(-limits.CLAMP, limits.CLAMP)
     return apart.sign() * (apart.abs() - stored.half_spacing(recorded)).clamp_min(0.0)
 
 
-def explains(left: Tensor, before: float, tolerance: float, rounding: float = 0.0) -> bool:
-    """Return whether a cause explains the numbers: what it leaves is rounding.
+def is_rounding(errors: Tensor, before: float, tolerance: float, narrow: float = 0.0) -> bool:
+    """Return whether the errors that causes leave are rounding.
 
     Args:
-        left: the errors [n] that the cause leaves, in nats.
-        before: rms of the errors without the cause; infinity if there is nothing to compare with.
+        errors: the errors [n] that the causes leave, in nats.
+        before: rms of the errors without the causes; infinity if there is nothing to compare with.
         tolerance: rms of the rounding of float32, times limits.RIGHT.
-        rounding: rms of the 16-bit rounding that is the cause, or a part of the cause; 0 without such a cause.
+        narrow: rms of the 16-bit rounding that is a cause, or a part of a cause; 0 without such a cause. If 16
+            bits overflow it is NaN or infinity, and explains no errors.
     """
     is_float32 = (
-        rms(left) <= tolerance
-        and float(left.abs().amax()) <= limits.TOKEN_OVER_RMS * tolerance
-        and rms(left) < limits.OF_ERRORS * before
+        rms(errors) <= tolerance
+        and float(errors.abs().amax()) <= limits.TOKEN_OVER_RMS * tolerance
+        and rms(errors) < limits.OF_ERRORS * before
     )
-    return is_float32 or (rounding > 0.0 and rms(left) <= limits.OF_ROUNDING * rounding)
+    return is_float32 or (0.0 < narrow < math.inf and rms(errors) <= limits.OF_ROUNDING * narrow)
 
 
 def sizes_apart(a: Tensor, b: Tensor) -> float:
@@ -88,18 +89,18 @@ def sizes_apart(a: Tensor, b: Tensor) -> float:
     return large / small if small > 0 else math.inf
 
 
-def likeness(left: Tensor, computed: Tensor, rounded: Tensor) -> float:
+def likeness(errors: Tensor, computed: Tensor, rounded: Tensor) -> float:
     """Return the correlation of errors with 16-bit rounding; 0 if they have another size, or if it may be chance.
 
     Args:
-        left: errors [n] in nats.
+        errors: errors [n] in nats.
         computed: errors of the model that computes in 16 bits.
         rounded: errors of the model whose weights alone are rounded.
     """
-    if len(left) != len(computed) or sizes_apart(left, computed) > limits.FORMATS_APART**0.5:
+    if len(errors) != len(computed) or sizes_apart(errors, computed) > limits.FORMATS_APART**0.5:
         return 0.0
-    like = max(correlation(left, computed), correlation(left, rounded))
-    return like if like >= limits.NO_CHANCE / len(left) ** 0.5 else 0.0
+    like = max(correlation(errors, computed), correlation(errors, rounded))
+    return like if like >= limits.NO_CHANCE / len(errors) ** 0.5 else 0.0
 
 
 def correlation(a: Tensor, b: Tensor) -> float:

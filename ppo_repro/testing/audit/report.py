@@ -7,12 +7,12 @@ from typing import Any
 from ppo_repro.testing.audit.audit import Audit
 from ppo_repro.testing.audit.distributions import TEMPERED
 from ppo_repro.testing.audit.search.hypothesis import Hypothesis
-from ppo_repro.testing.audit.verdict import JudgedSide, OfItsOrder, Unknown
+from ppo_repro.testing.audit.verdict import JudgedSide
 
 
 def verdict(found: Audit) -> str:
     """Return the words that say which side is wrong, or that both are, or that none is."""
-    if isinstance(found.sampler.verdict, OfItsOrder):
+    if found.sampler.verdict.state == "of its own order":
         return "the sides are processed in different orders of the cuts; take one order on both"
     wrong = [side.name for side in (found.sampler, found.trainer) if not side.is_right]
     if not wrong and not found.are_drawn:
@@ -117,10 +117,10 @@ def _draw_fields(found: Audit) -> dict[str, Any]:
 def _sentence(side: JudgedSide, responses: int) -> str:
     distance, said = side.distance, side.verdict
     found = f"{distance.rms:.2g} nats (rms) from the model in float64"
-    if isinstance(said, OfItsOrder):
+    if said.state == "of its own order":
         return f"{side.name} is {said.cause}; {found}"
     wrong = len(distance.wrong_responses)
-    is_said = isinstance(said, Unknown) or not 0 < wrong < responses  # the known facts say in which responses
+    is_said = said.state == "unknown" or not 0 < wrong < responses  # the known facts say in which responses
     where = "" if is_said else f", in {wrong} of {responses} responses"
     definition = "" if side.definition == TEMPERED else f" (log-probs judged as {side.definition.words})"
     parts = [f"{found}{where}{definition}"] if distance.tokens else []

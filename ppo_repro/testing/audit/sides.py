@@ -85,13 +85,13 @@ def _definitions(sides: Mapping[str, ByDefinition], sampling: StackSampling) -> 
     """
     asked = {"sampler": sampling.sampler_logprobs, "trainer": sampling.trainer_logprobs}
     free = [sides[name] for name, said in asked.items() if said == "auto"]
-    rounding = limits.RIGHT * max(side.reference.floor for side in sides["sampler"].values())
+    tolerance = limits.RIGHT * max(side.reference.floor for side in sides["sampler"].values())
 
     def nearest(definitions: Iterable[Definition], to: Sequence[ByDefinition]) -> Definition:
         def distance(definition: Definition) -> float:
             apart = limits.UNLIKE_TEMPERED if definition != TEMPERED else 0.0
             apart += limits.DROPS_A_TOKEN if to[0][definition].reference.dropped else 0.0
-            return sum([math.log(side[definition].rms + rounding) for side in to], apart)
+            return sum([math.log(side[definition].rms + tolerance) for side in to], apart)
 
         return min(definitions, key=distance)
 

@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Literal
 
 from ppo_repro.testing.audit.distributions import Definition
 from ppo_repro.testing.audit.search.hypothesis import Hypothesis
 
+State = Literal["right", "of its own order", "explained", "unknown"]
 
-@dataclass(frozen=True, kw_only=True)
+
+@dataclass(frozen=True)
 class Verdict:
-    """What is said about a side: in JSON as `state`, `cause`, `advice`, `left` and `known`."""
+    """What is said about a side: in JSON as `state`, `cause`, `advice`, `left` and `known`.
 
-    state: ClassVar[str]
+    | state | the log-probs of the side |
+    |---|---|
+    | right | are right |
+    | of its own order | are right for one order of cuts, the cause; the other side's are right for another order |
+    | explained | are wrong, or some are missing, and the audit knows why |
+    | unknown | are wrong, and the audit does not know why; the advice is about missing log-probs |
+    """
+
+    state: State
     cause: str = ""
     advice: str = ""
     left: float | None = None  # rms of what the cause leaves on the tried tokens, nats; None: the whole distance
@@ -21,50 +31,12 @@ class Verdict:
 
     @property
     def reasons(self) -> list[str]:
-        """Return what is printed after the distance."""
-        return []
-
-
-@dataclass(frozen=True, kw_only=True)
-class Right(Verdict):
-    """The log-probs are right."""
-
-    state = "right"
-
-
-@dataclass(frozen=True, kw_only=True)
-class OfItsOrder(Verdict):
-    """The log-probs are right for one order of cuts, and the other side's log-probs are right for another order."""
-
-    state = "of its own order"
-    cause: str  # the order
-
-
-@dataclass(frozen=True, kw_only=True)
-class Explained(Verdict):
-    """The log-probs are wrong, or some are missing, and the audit knows why."""
-
-    state = "explained"
-    cause: str
-    advice: str
-
-    @property
-    def reasons(self) -> list[str]:
-        """Return the cause, and what it leaves of the errors."""
+        """Return what is printed after the distance: the cause and what it leaves, or what is known without a cause."""
+        if self.state == "unknown":
+            return [f"the cause is unknown{': ' * bool(self.known)}{'; '.join(self.known)}"]
+        if self.state != "explained":
+            return []
         return [self.cause] if self.left is None else [self.cause, f"that leaves {self.left:.2g} nats"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Unknown(Verdict):
-    """The log-probs are wrong, and the audit does not know why. The advice is about missing log-probs."""
-
-    state = "unknown"
-    cause: str = "unknown"
-
-    @property
-    def reasons(self) -> list[str]:
-        """Return that the cause is unknown, and what is known."""
-        return [f"the cause is unknown{': ' * bool(self.known)}{'; '.join(self.known)}"]
 
 
 @dataclass(frozen=True)
@@ -93,4 +65,4 @@ class JudgedSide:
     @property
     def is_right(self) -> bool:
         """Return whether the side is right for the same distribution as the other side."""
-        return isinstance(self.verdict, Right)
+        return self.verdict.state == "right"

@@ -6,7 +6,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from tests.support.models import VOCAB, seeded
 from tests.testing.audit.material import Material, material
@@ -63,6 +63,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 @cache
 def made(family: str) -> Material:
+    return material(built(family))
+
+
+def built(family: str) -> PreTrainedModel:
     kind, fields = FAMILIES[family]
     config = AutoConfig.for_model(kind, **fields)
     any_model: Any = AutoModelForCausalLM
@@ -78,4 +82,4 @@ def made(family: str) -> Material:
                 parameter.copy_(size * noise)
             else:
                 parameter.add_(0.3 * noise)
-    return material(model)
+    return model

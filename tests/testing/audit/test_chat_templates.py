@@ -12,7 +12,6 @@ from ppo_repro.testing.advice import ADVICE
 from ppo_repro.testing.audit.audit import audit
 from ppo_repro.testing.audit.causes.inputs import of_inputs
 from ppo_repro.testing.audit.stack import StackModel, StackSampling
-from ppo_repro.testing.audit.verdict import Explained
 from tests.support.models import qwen3_config, small_model
 from tests.testing.audit.material import TEMPERATURE, Material, cause_of, material, response
 
@@ -106,5 +105,5 @@ def test_a_prompt_that_was_encoded_again_is_named() -> None:
     stack = StackModel(model, {}, BOS_ID, tokenizer=of)
     found = audit(stack, dump.dump(bad, dump.logprobs()), StackSampling(TEMPERATURE))
     assert cause_of(found.sampler) == "ids that were decoded and encoded again"
-    assert isinstance(found.sampler.verdict, Explained)
+    assert found.sampler.verdict.state == "explained"
     assert found.sampler.verdict.advice == ADVICE["retokenization"].mend

@@ -13,8 +13,8 @@ from torch import Tensor
 from ppo_repro.testing.audit.limits import FORMATS_APART, NO_CHANCE, OF_ROUNDING, TOKEN_OVER_RMS
 from ppo_repro.testing.audit.measure import (
     Stored,
-    errors,
-    explains,
+    errors_of,
+    is_rounding,
     likeness,
     rms,
 )
@@ -35,12 +35,12 @@ def test_neither_order_nor_sign_nor_unit_of_errors_matters_and_smaller_errors_ar
     seed: int, left: float, before: float, tolerance: float, rounding: float
 ) -> None:
     x = drawn(seed, left)
-    found = explains(x, before, tolerance, rounding)
-    assert explains(-x.flip(0), before, tolerance, rounding) == found
-    assert explains(x * 2.0**-9, before * 2.0**-9, tolerance * 2.0**-9, rounding * 2.0**-9) == found
+    found = is_rounding(x, before, tolerance, rounding)
+    assert is_rounding(-x.flip(0), before, tolerance, rounding) == found
+    assert is_rounding(x * 2.0**-9, before * 2.0**-9, tolerance * 2.0**-9, rounding * 2.0**-9) == found
     if found:
-        assert explains(0.5 * x, before, tolerance, rounding)
-        assert explains(x, 2 * before, 2 * tolerance, 2 * rounding)
+        assert is_rounding(0.5 * x, before, tolerance, rounding)
+        assert is_rounding(x, 2 * before, 2 * tolerance, 2 * rounding)
         assert left <= max(tolerance, OF_ROUNDING * rounding) * (1 + 1e-9)
 
 
@@ -49,19 +49,21 @@ def test_a_cause_that_leaves_half_of_what_was_there_explains_nothing_but_its_own
     seed: int, size: float, tolerance: float, rounding: float
 ) -> None:
     x = drawn(seed, size)
-    assert not explains(x, size, tolerance)
-    assert not explains(x, 1.99 * size, tolerance)
-    assert explains(x, math.inf, 1.01 * size)
-    assert explains(x, size, 0.0, rounding) == (rms(x) <= OF_ROUNDING * rounding)
+    assert not is_rounding(x, size, tolerance)
+    assert not is_rounding(x, 1.99 * size, tolerance)
+    assert is_rounding(x, math.inf, 1.01 * size)
+    assert is_rounding(x, size, 0.0, rounding) == (rms(x) <= OF_ROUNDING * rounding)
+    assert not is_rounding(x, size, 0.0, math.nan)
+    assert not is_rounding(x, size, 0.0, math.inf)
 
 
 @given(seed=SEEDS, size=SIZES)
 def test_one_token_that_is_far_off_is_no_rounding(seed: int, size: float) -> None:
     x, tolerance = drawn(seed, size, 400), 2 * size
-    assert explains(x, math.inf, tolerance)
+    assert is_rounding(x, math.inf, tolerance)
     x[7] = 1.1 * TOKEN_OVER_RMS * tolerance
     assert rms(x) < tolerance
-    assert not explains(x, math.inf, tolerance)
+    assert not is_rounding(x, math.inf, tolerance)
 
 
 FORMATS = {
@@ -76,9 +78,9 @@ FORMATS = {
 def test_rounding_to_the_stored_format_leaves_no_error_and_three_times_as_much_does(stored: Stored, seed: int) -> None:
     x = drawn(seed, 2.0)
     rounded = FORMATS[stored](x)
-    assert not bool(errors(rounded, x, stored).any())
-    assert rms(errors(rounded, x, Stored())) > 0.0, "the control"
-    assert bool((errors(rounded, rounded + 3 * stored.half_spacing(rounded), stored) < 0).all())
+    assert not bool(errors_of(rounded, x, stored).any())
+    assert rms(errors_of(rounded, x, Stored())) > 0.0, "the control"
+    assert bool((errors_of(rounded, rounded + 3 * stored.half_spacing(rounded), stored) < 0).all())
 
 
 @given(seed=SEEDS, size=st.floats(1e-6, 1.0), times=st.floats(0.1, 10.0))

@@ -105,7 +105,7 @@ def option(words: str, advice: str, make: MakeModel, changes: int = 1) -> OtherM
 class OtherInput(Cause):
     """The model sees other tokens, or other positions."""
 
-    passes: Sequence[Sequence[Pass]]  # of each response
+    passes: Sequence[Sequence[Pass] | None]  # of each response; None: the input of the dump
 
 
 # (chunk, input of the stage, value of the parameter or NaN if the cause has none) -> output of the stage

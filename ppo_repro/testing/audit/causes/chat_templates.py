@@ -49,8 +49,8 @@ class Template:
 
     def with_default(self, text: str) -> str:
         """Return a prompt with the default system turn, in place of the prompt's own."""
-        left = text if self._starts(text) else self.without_system(text)
-        found = self.first + self.default + left.removeprefix(self.first) if self.default and left else ""
+        without = text if self._starts(text) else self.without_system(text)
+        found = self.first + self.default + without.removeprefix(self.first) if self.default and without else ""
         return found if found != text else ""
 
     def bare(self, text: str) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
-import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +21,17 @@ from transformers.activations import ACT2FN
 from ppo_repro.models.reading import quiet
 from ppo_repro.models.stock import with_config
 from ppo_repro.testing.audit.causes.cause import OtherModel, option
+from ppo_repro.testing.audit.causes.names import (
+    EPSILON,
+    FACTOR,
+    ROPE_TYPE,
+    SCALE,
+    SOFT_CAP,
+    THETA,
+    WINDOW,
+    KnownNames,
+    is_architecture,
+)
 from ppo_repro.testing.audit.causes.probe import is_finite
 from ppo_repro.testing.audit.patches import override
 
@@ -39,18 +49,11 @@ WITHOUT = {  # what a field that is left out means; other fields are named by th
     "routed_scaling_factor": "experts without their factor",
     "sliding_window": "attention without its sliding window",
 }
-# fields of training, of tokens and of what is returned: no log-prob depends on them
-_OTHER_FIELDS = re.compile(
-    r"dropout|pdrop|initializ|init_|token_id|^output_|^return_|^use_cache$|^_|aux_loss|jitter|^dtype$|vocab_size|"
-    r"is_encoder_decoder|max_position_embeddings|problem_type|label|^num_hidden_layers$|^n_layer$"
-)
-_USUAL: Mapping[str, Sequence[float]] = {  # of fields that end so; 0 and 1 say nothing there
-    "eps": (1e-5, 1e-6, 1e-8, 1e-12),
-    "epsilon": (1e-5, 1e-6, 1e-8, 1e-12),
-    "theta": (1e4, 5e5, 1e6),
-    "softcapping": (30.0, 50.0),
+_USUAL: Mapping[KnownNames, Sequence[float]] = {  # 0 and 1 say nothing there
+    EPSILON: (1e-5, 1e-6, 1e-8, 1e-12),
+    THETA: (1e4, 5e5, 1e6),
+    SOFT_CAP: (30.0, 50.0),
 }
-_SCALES = re.compile("scal|multiplier")  # their usual values are powers of a head's width
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu", "quick_gelu")
 FEW = 16  # experts, groups or kinds of layers, of which others may be taken
 SHOWN = 60  # characters of a value
@@ -65,7 +68,7 @@ def of_fields(model: PreTrainedModel) -> Iterator[OtherModel]:
     defaults = {f.name: f.default for f in dataclasses.fields(text) if f.default is not dataclasses.MISSING}
     off = list[FieldChange]()
     for field, value in sorted(text.to_dict().items()):
-        if field in read and not _OTHER_FIELDS.search(field):
+        if field in read and is_architecture(field):
             computed = _computed(model, _changes(text, field, value, defaults.get(field)))
             yield from (_cause_of(model, [change]) for change in computed)
             off += [change for change in computed if change.is_off]
@@ -92,8 +95,8 @@ def _changes(config: PretrainedConfig, field: str, value: Any, default: Any) -> 
     if value.get("rope_type", "default") != "default" and "attention_factor" not in value:
         yield FieldChange((field, "attention_factor"), None, 1.0)
     for key, inner in sorted(value.items()):
-        if not _OTHER_FIELDS.search(key):
-            standard = "default" if key == "rope_type" else 1.0 if key.endswith("factor") else None
+        if is_architecture(key):
+            standard = "default" if ROPE_TYPE.recognise(key) else 1.0 if FACTOR.recognise(key) else None
             for change in _changes(config, key, inner, standard):
                 yield FieldChange((field, *change.path), change.old, change.new)
     nested = {key: inner for key, inner in value.items() if isinstance(inner, dict)}
@@ -113,7 +116,7 @@ def _others(config: PretrainedConfig, field: str, value: Any, default: Any) -> l
 
 
 def _candidates(config: PretrainedConfig, field: str, value: Any, default: Any) -> Iterable[Any]:
-    usual = next((values for end, values in _USUAL.items() if field.endswith(end)), ())
+    usual = next((values for names, values in _USUAL.items() if names.recognise(field)), ())
     match value:
         case bool():
             return [not value]
@@ -121,7 +124,7 @@ def _candidates(config: PretrainedConfig, field: str, value: Any, default: Any) 
             return [*(ACTIVATIONS if value in ACT2FN else ()), default]
         case list() if value:
             return _other_lists(value)
-        case int() | float() if field.endswith("window"):
+        case int() | float() if WINDOW.recognise(field):
             return [None, value - 1, value + 1]
         case int() | float():
             neutral = [*usual, None] if usual else [None, 1, 1.0, 0, 0.0]
@@ -144,8 +147,8 @@ def _other_lists(value: list[Any]) -> Iterator[list[Any]]:
 
 
 def _scales(config: PretrainedConfig, field: str) -> Iterator[float]:
-    """Yield the powers of a head's width that are usual for a scale."""
-    if _SCALES.search(field) and getattr(config, "num_attention_heads", None):
+    """Yield the usual values of a scale: powers of a head's width."""
+    if SCALE.recognise(field) and getattr(config, "num_attention_heads", None):
         own = config.hidden_size // config.num_attention_heads
         for w in {getattr(config, "head_dim", None) or own, own}:
             yield from (w, w**0.5, w**-0.5, 1 / w)

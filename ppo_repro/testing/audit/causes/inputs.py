@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -19,15 +18,6 @@ from ppo_repro.testing.dumps import DumpedResponse
 CUTS = 12  # lengths that prompts may have been cut to, which are tried
 
 
-@dataclass(frozen=True)
-class InputChange:
-    """Another input: the passes of each response, None where it has the dump's."""
-
-    words: str
-    passes: Sequence[Sequence[Pass] | None]
-    name: CauseName = "other_prompt"
-
-
 def of_inputs(responses: Sequence[DumpedResponse], stack: StackModel) -> Iterator[OtherInput]:
     """Yield the inputs that differ from the dumped tokens and fit the model, each once."""
     plain = [[pass_over(r.prompt_ids, r.response_ids)] for r in responses]
@@ -36,7 +26,7 @@ def of_inputs(responses: Sequence[DumpedResponse], stack: StackModel) -> Iterato
         passes = [list(other or same) for other, same in zip(change.passes, plain, strict=True)]
         if passes not in seen and all(_fits(one, stack) for of_response in passes for one in of_response):
             seen.append(passes)
-            yield OtherInput(change.words, change.name, passes)
+            yield change
 
 
 def _fits(one: Pass, stack: StackModel) -> bool:
@@ -44,34 +34,34 @@ def _fits(one: Pass, stack: StackModel) -> bool:
     return all(length <= positions(m) and max(ids) < vocabulary(m) for m in stack.models.values())
 
 
-def _changes(responses: Sequence[DumpedResponse], stack: StackModel) -> Iterator[InputChange]:
+def _changes(responses: Sequence[DumpedResponse], stack: StackModel) -> Iterator[OtherInput]:
     padding = _padding(responses, stack)
     for words, prompts in _prompts(responses, stack).items():
         yield _before(words, prompts, responses)
     padded = [(*pad, *r.prompt_ids) for pad, r in zip(padding, responses, strict=True)]
     yield _before("attention to the padding before the prompt", padded, responses, "padding_leak")
     without = [[pass_over((), r.response_ids)] if len(r.response_ids) > 1 else None for r in responses]
-    yield InputChange("no prompt", without)
+    yield OtherInput("no prompt", "other_prompt", without)
     yield from _contexts(responses)
     has_positions = "position_ids" in inspect.signature(stack.model.forward).parameters
     one_by_one = [_one_by_one(r, has_positions) for r in responses]
-    yield InputChange("only the token before (no key/value cache)", one_by_one)
+    yield OtherInput("only the token before (no key/value cache)", "other_prompt", one_by_one)
     if has_positions:
         yield from _positions(responses, padding)
     if stack.tokenizer is not None:
         again = [_encoded_again(stack.tokenizer, r) for r in responses]
-        yield InputChange("ids that were decoded and encoded again", again, "retokenization")
+        yield OtherInput("ids that were decoded and encoded again", "retokenization", again)
 
 
 def _before(
     words: str, prompts: Sequence[Ids], responses: Sequence[DumpedResponse], name: CauseName = "other_prompt"
-) -> InputChange:
+) -> OtherInput:
     """Return the change in which each response comes after another prompt, () for its own."""
     pairs = zip(prompts, responses, strict=True)
-    return InputChange(words, [[pass_over(ids, r.response_ids)] if ids else None for ids, r in pairs], name)
+    return OtherInput(words, name, [[pass_over(ids, r.response_ids)] if ids else None for ids, r in pairs])
 
 
-def _contexts(responses: Sequence[DumpedResponse]) -> Iterator[InputChange]:
+def _contexts(responses: Sequence[DumpedResponse]) -> Iterator[OtherInput]:
     """Yield what a turn may not see of the earlier turns."""
     # a turn's tokens are a run of tokens that count; those between two turns lead to the second
     contexts: dict[str, Callable[[int, int, bool], bool]] = {
@@ -80,16 +70,19 @@ def _contexts(responses: Sequence[DumpedResponse]) -> Iterator[InputChange]:
         "context without the sampled tokens of earlier turns": lambda turn, now, counts: turn == now or not counts,
     }
     for words, keep in contexts.items():
-        yield InputChange(words, [_seeing(r, keep) for r in responses])
+        yield OtherInput(words, "other_prompt", [_seeing(r, keep) for r in responses])
 
 
-def _positions(responses: Sequence[DumpedResponse], padding: Sequence[Ids]) -> Iterator[InputChange]:
-    of_response = [(r, len(r.prompt_ids)) for r in responses]
-    yield InputChange("positions from 0 at the response", [_moved(r, -start, start) for r, start in of_response])
-    yield InputChange("positions of the response one too high", [_moved(r, 1, start) for r, start in of_response])
-    yield InputChange("positions of the response one too low", [_moved(r, -1, start) for r, start in of_response])
+def _positions(responses: Sequence[DumpedResponse], padding: Sequence[Ids]) -> Iterator[OtherInput]:
+    def moved(words: str, by: int) -> OtherInput:
+        return OtherInput(words, "other_prompt", [_moved(r, by, len(r.prompt_ids)) for r in responses])
+
+    of_response = [_moved(r, -len(r.prompt_ids), len(r.prompt_ids)) for r in responses]
+    yield OtherInput("positions from 0 at the response", "other_prompt", of_response)
+    yield moved("positions of the response one too high", 1)
+    yield moved("positions of the response one too low", -1)
     counted = [_moved(r, len(before), 0) for r, before in zip(responses, padding, strict=True)]
-    yield InputChange("positions that count the padding before the prompt", counted, "padding_leak")
+    yield OtherInput("positions that count the padding before the prompt", "padding_leak", counted)
 
 
 def _padding(responses: Sequence[DumpedResponse], stack: StackModel) -> list[Ids]:

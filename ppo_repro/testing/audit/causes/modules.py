@@ -20,6 +20,17 @@ from transformers import PreTrainedModel
 
 from ppo_repro.testing.advice import ADVICE
 from ppo_repro.testing.audit.causes.cause import MakeModel, OtherModel, Rounded, option
+from ppo_repro.testing.audit.causes.names import (
+    BIAS,
+    EMBED_SCALE,
+    FREQUENCIES,
+    NORM,
+    REPETITION,
+    ROTATION,
+    ROUTER,
+    SHARED_EXPERTS,
+    is_constant,
+)
 from ppo_repro.testing.audit.patches import (
     weights,
     with_attributes,
@@ -32,13 +43,10 @@ from ppo_repro.testing.audit.patches import (
 
 NORMS = "compute the norms of the model on both sides"
 VECTORS = "load every tensor of the folder on both sides"
-FACTOR = "multiply embeddings by the same factor on both sides"
-ROUTER = "weigh the experts by the same function of the router's logits on both sides"
+SCALING = "multiply embeddings by the same factor on both sides"
+WEIGHING = "weigh the experts by the same function of the router's logits on both sides"
 FLOAT32 = ADVICE["reduced_precision"].mend
 CONSTANTS = (0.0, 1.0, -math.inf)  # that may stand for a vector which a stack does not know
-_NO_CONSTANT = re.compile("eps|dropout|^p$|norm_type|embed_scale|aux_loss|attention_scaling|jitter")
-_ROUTER = re.compile("(Router|Gate|Gating)$")
-_SHARED = re.compile("shared_experts?$")
 
 
 def of_modules(model: PreTrainedModel) -> Iterator[OtherModel]:
@@ -99,7 +107,7 @@ def _norms(model: PreTrainedModel) -> list[str]:
 
 
 def _is_norm(module: Module) -> bool:
-    return "norm" in type(module).__name__.lower() and not list(module.children())
+    return NORM.recognise(type(module).__name__) and not list(module.children())
 
 
 def _centred(own: Callable[[Tensor], Tensor], norm: Module, x: Tensor) -> Tensor:
@@ -121,7 +129,7 @@ def _with_added(model: PreTrainedModel, names: Set[str], by: float) -> PreTraine
 def _of_vectors(model: PreTrainedModel) -> Iterator[OtherModel]:
     scales = {f"{name}.weight" for name in _norms(model)}
     kinds = _by_kind(name for name, x in weights(model).items() if x.dim() < 2 and name not in scales)
-    biases = [kind for kind in kinds if kind.endswith("bias")]
+    biases = [kind for kind in kinds if BIAS.recognise(kind)]
     together: dict[str, list[str]] = {}
     for kind in biases:
         together.setdefault(kind.rpartition(".")[0].rpartition(".")[0], []).append(kind)
@@ -150,7 +158,7 @@ def _of_constants(model: PreTrainedModel) -> Iterator[OtherModel]:
         f"{name}.{key}"
         for name, module in model.named_modules()
         for key, value in vars(module).items()
-        if isinstance(value, float) and key not in fields and not _NO_CONSTANT.search(key)
+        if isinstance(value, float) and key not in fields and is_constant(key)
     ]
     for kind, names in _by_kind(numbers).items():
         first, _, key = names[0].rpartition(".")
@@ -178,13 +186,13 @@ _WEIGHTS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def _of_experts(model: PreTrainedModel) -> Iterator[OtherModel]:
-    routers = [name for name, module in model.named_modules() if _ROUTER.search(type(module).__name__)]
+    routers = [name for name, module in model.named_modules() if ROUTER.recognise(type(module).__name__)]
     if routers:
         yield _in_bfloat16("router", partial(with_forward, model, routers, with_narrow_products))
         for words, weigh in _WEIGHTS.items():
             weighed = partial(with_forward, model, routers, partial(_weighted, weigh))
-            yield option(f"experts weighed {words}", ROUTER, weighed)
-    shared = [name for name, _ in model.named_modules() if _SHARED.search(name)]
+            yield option(f"experts weighed {words}", WEIGHING, weighed)
+    shared = [name for name, _ in model.named_modules() if SHARED_EXPERTS.recognise(name)]
     if shared:
         without = partial(with_modules, model, shared, _Nothing)
         yield option("without the shared experts", "compute the shared experts on both sides", without)
@@ -210,13 +218,13 @@ class _Nothing(Module):
 def _of_embeddings(model: PreTrainedModel) -> Iterator[OtherModel]:
     embedding: Any = model.get_input_embeddings()
     heads = [name for name, module in model.named_modules() if module is model.get_output_embeddings()]
-    factors = [f"{name}.embed_scale" for name, module in model.named_modules() if module is embedding]
+    factors = [f"{name}.{EMBED_SCALE.pattern}" for name, module in model.named_modules() if module is embedding]
     if heads:
         tied = partial(with_attributes, model, [f"{name}.weight" for name in heads], lambda own: embedding.weight)
         yield option("the embedding as output matrix", "use the output matrix of the folder on both sides", tied)
     without, narrow = (partial(with_attributes, model, factors, change) for change in (torch.ones_like, _rounded))
-    yield option("embeddings without their factor", FACTOR, without)
-    yield option("embeddings with their factor rounded to bfloat16", FACTOR, narrow)
+    yield option("embeddings without their factor", SCALING, without)
+    yield option("embeddings with their factor rounded to bfloat16", SCALING, narrow)
     if heads:
         yield _in_bfloat16("output matrix", partial(with_forward, model, heads, with_narrow_products))
 
@@ -238,12 +246,12 @@ def _of_rotary_positions(model: PreTrainedModel) -> Iterator[OtherModel]:
     yield option(
         "rotary positions in the other order of pairs",
         "rotate the same pairs on both sides: halves of a head, or neighbours",
-        partial(with_function, model, "apply_rotary_pos_emb", _other_pairs),
+        partial(with_function, model, ROTATION.pattern, _other_pairs),
     )
 
 
 def _frequencies(rotary: Module) -> list[str]:
-    return [name for name in rotary._buffers if name.endswith("inv_freq")]
+    return [name for name in rotary._buffers if FREQUENCIES.recognise(name)]
 
 
 def _weight_in_bfloat16(name: str, x: Tensor) -> Tensor | None:
@@ -288,5 +296,5 @@ def _of_heads(model: PreTrainedModel) -> Iterator[OtherModel]:
     yield option(
         "queries with the keys of other heads",
         "let neighbouring heads of queries share a head of keys and values on both sides",
-        partial(with_function, model, "repeat_kv", lambda repeat: lambda x, count: x.repeat(1, count, 1, 1)),
+        partial(with_function, model, REPETITION.pattern, lambda repeat: lambda x, count: x.repeat(1, count, 1, 1)),
     )

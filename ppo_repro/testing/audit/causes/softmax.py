@@ -114,12 +114,12 @@ def _without_token(chunk: Chunk, logits: Tensor, x: float) -> Tensor:
 
 def _missing_token(chunks: Sequence[RecordedChunk]) -> Sequence[float]:
     """Find the token q that fits recorded - log p = -log(1 - p_q) best."""
-    left, off = [], []
+    gains, off = [], []
     for one in chunks:
         logp = (one.chunk.logits / one.chunk.sampling.temperature).log_softmax(-1)
-        left.append((-logp[one.usable].exp()).log1p())
+        gains.append((-logp[one.usable].exp()).log1p())
         off.append((target_logprobs(one.chunk.targets, logp) - one.recorded)[one.usable])
-    return [float((torch.cat(left) - torch.cat(off)[:, None]).abs().nan_to_num(math.inf).sum(0).argmin())]
+    return [float((torch.cat(gains) - torch.cat(off)[:, None]).abs().nan_to_num(math.inf).sum(0).argmin())]
 
 
 # the rows

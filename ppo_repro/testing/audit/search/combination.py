@@ -44,6 +44,17 @@ class Combination:
         return None if cause.parameter is None else self.value
 
     @property
+    def to_logits(self) -> Combination:
+        """Return the causes up to the logits."""
+        return Combination(self.model, self.input)
+
+    @property
+    def to_softmax(self) -> Combination:
+        """Return the causes up to the softmax."""
+        value = None if self.distribution is None else self.value_of(self.distribution)
+        return Combination(self.model, self.input, self.distribution, value=value)
+
+    @property
     def temperature(self) -> float | None:
         """Return the value if all logits are divided by it."""
         return self.value if self.parameter is not None and self.parameter.is_temperature else None
@@ -60,9 +71,12 @@ class Combination:
         return [cause.said(sampling, self.value_of(cause)) for cause in self.causes]
 
 
+PLAIN = Combination()
+
+
 def together(*causes: Cause) -> Combination:
     """Return causes of different stages as one combination."""
-    found = Combination()
+    found = PLAIN
     for cause in causes:
         match cause:
             case OtherModel():

@@ -11,7 +11,7 @@ import torch
 
 from ppo_repro.testing.advice import ADVICE
 from ppo_repro.testing.audit import limits
-from ppo_repro.testing.audit.measure import explains, rms
+from ppo_repro.testing.audit.measure import is_rounding, rms
 from ppo_repro.testing.audit.search.combination import Combination
 from ppo_repro.testing.audit.search.trial import Candidate, Trial
 
@@ -47,21 +47,23 @@ class Hypothesis:
 
 def hypothesis_of(trial: Trial, candidate: Candidate) -> Hypothesis:
     """Return the hypothesis that these causes alone leave these errors on many tokens."""
-    combination, errors, side = candidate.combination, candidate.errors, trial.side
+    combination, errors = candidate.combination, candidate.errors
     causes = combination.causes
     before = trial.plain.left if causes else math.inf
-    rounded = (rms(trial.rounding(cause, trial.many)) for cause in causes if cause.rounds("computed", "part", "logits"))
-    does = explains(errors, before, side.tolerance, max(rounded, default=0.0))
-    words = combination.words(side.sampling)
-    if side.stored.name and (explains(errors, before, side.tolerance) or not causes):
-        words.append(f"rounded to {side.stored.name}")
+    narrow = (
+        rms(trial.narrow_errors(cause, trial.many)) for cause in causes if cause.rounds("computed", "part", "logits")
+    )
+    explains = is_rounding(errors, before, trial.tolerance, max(narrow, default=0.0))
+    words = combination.words(trial.side.sampling)
+    if trial.stored.name and (is_rounding(errors, before, trial.tolerance) or not causes):
+        words.append(f"rounded to {trial.stored.name}")
     return Hypothesis(
         candidate=candidate,
-        explains=does,
+        explains=explains,
         words=" and ".join(words) or "as it is",
         advice="; ".join(dict.fromkeys(cause.advice for cause in causes)) or ADVICE["coarse_records"].mend,
         deviations=sum(cause.deviations for cause in causes),
-        explains_zeros=does and _explains_zeros(trial, combination),
+        explains_zeros=explains and _explains_zeros(trial, combination),
         temperature=combination.temperature,
         is_option=len(causes) == 1 and causes[0].is_option,
     )
@@ -69,14 +71,14 @@ def hypothesis_of(trial: Trial, candidate: Candidate) -> Hypothesis:
 
 def _explains_zeros(trial: Trial, combination: Combination) -> bool:
     """Return whether the causes predict the zeros of the tried tokens; False if the side has zeros only elsewhere."""
-    predicted, is_one_tried, side = list[torch.Tensor](), False, trial.side
+    predicted, is_one_tried = list[torch.Tensor](), False
     for values, w in zip(trial.predictor(combination, trial.many), trial.many.windows, strict=True):
-        numbers = side.numbers[w.response]
+        numbers = trial.numbers[w.response]
         predicted.append(values[numbers.counts[w.here] & (numbers.recorded[w.here] == 0)])
         is_one_tried |= bool(numbers.unlikely_zeros[w.here].any())
-    if not is_one_tried and any(bool(numbers.unlikely_zeros.any()) for numbers in side.numbers):
+    if not is_one_tried and any(bool(numbers.unlikely_zeros.any()) for numbers in trial.numbers):
         return False
-    return bool((torch.cat(predicted).abs() <= side.tolerance).all())
+    return bool((torch.cat(predicted).abs() <= trial.tolerance).all())
 
 
 # all hypotheses about a side

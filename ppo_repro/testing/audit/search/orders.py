@@ -9,29 +9,30 @@ from torch import Tensor
 
 from ppo_repro.testing.advice import ADVICE
 from ppo_repro.testing.audit import limits
-from ppo_repro.testing.audit.measure import errors, explains, rms
-from ppo_repro.testing.audit.search.combination import Combination
+from ppo_repro.testing.audit.measure import errors_of, is_rounding, rms
+from ppo_repro.testing.audit.search.combination import PLAIN
 from ppo_repro.testing.audit.search.hypothesis import Hypothesis, Pattern
-from ppo_repro.testing.audit.search.trial import Candidate, WrongSide
+from ppo_repro.testing.audit.search.trial import Candidate, Trial
 
 
-def of_other_orders(side: WrongSide) -> Iterator[Hypothesis]:
+def of_other_orders(trial: Trial) -> Iterator[Hypothesis]:
     """Yield the hypotheses that the numbers are log-probs of other responses, or of other tokens of the response."""
-    recorded = [one.recorded[one.usable].cpu() for one in side.numbers]
-    right = [one.reference[one.usable].cpu() for one in side.numbers]
+    recorded = [one.recorded[one.usable].cpu() for one in trial.numbers]
+    right = [one.reference[one.usable].cpu() for one in trial.numbers]
 
-    def fits(i: int, left: Tensor) -> bool:
+    def fits(i: int, errors: Tensor) -> bool:
         # if only few tokens are wrong, the numbers are in the right order
-        return explains(left, rms(errors(recorded[i], right[i], side.stored)), side.tolerance)
+        return is_rounding(errors, rms(errors_of(recorded[i], right[i], trial.stored)), trial.tolerance)
 
     def of_other_response(i: int) -> Tensor | None:
         size = len(recorded[i])
-        others = (errors(recorded[i], x, side.stored) for j, x in enumerate(right) if j != i and size == len(x) > 1)
-        return next((left for left in others if fits(i, left)), None)
+        others = (x for j, x in enumerate(right) if j != i and size == len(x) > 1)
+        each = (errors_of(recorded[i], x, trial.stored) for x in others)
+        return next((errors for errors in each if fits(i, errors)), None)
 
     def of_other_tokens(i: int) -> Tensor | None:
-        left = errors(recorded[i].sort().values, right[i].sort().values, side.stored)
-        return left if len(left) > 2 and fits(i, left) else None
+        errors = errors_of(recorded[i].sort().values, right[i].sort().values, trial.stored)
+        return errors if len(errors) > 2 and fits(i, errors) else None
 
     orders: tuple[tuple[Pattern, str, Callable[[int], Tensor | None]], ...] = (
         ("of other responses", "the log-probs of other responses", of_other_response),
@@ -39,13 +40,13 @@ def of_other_orders(side: WrongSide) -> Iterator[Hypothesis]:
     )
     for pattern, words, order in orders:
         parts = list[Tensor]()
-        for i in side.wrong_responses:
-            if (left := order(i)) is None:
+        for i in trial.wrong_responses:
+            if (errors := order(i)) is None:
                 break
-            parts.append(left)
+            parts.append(errors)
         else:
             yield Hypothesis(
-                candidate=Candidate(Combination(), torch.cat(parts)),
+                candidate=Candidate(PLAIN, torch.cat(parts)),
                 explains=True,
                 words=words,
                 advice=ADVICE["shuffled"].mend,

@@ -4,35 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ppo_repro.testing.audit.causes.cause import OtherDistribution
 from ppo_repro.testing.audit.distributions import Chunk, Definition, target_logprobs
-from ppo_repro.testing.audit.search.combination import Combination
-from ppo_repro.testing.audit.search.logits import Logits, Source
+from ppo_repro.testing.audit.search.combination import PLAIN, Combination
+from ppo_repro.testing.audit.search.logits import Key, Logits
 from ppo_repro.testing.audit.search.windows import Tokens
-
-
-@dataclass(frozen=True)
-class Softmax:
-    """A distribution: the logits of a source, and the cause between logits and softmax."""
-
-    source: Source
-    cause: OtherDistribution | None
-    value: float | None  # of the cause's parameter
-
-
-def source_of(combination: Combination, tokens: Tokens) -> Source:
-    """Return the model and the input that some causes compute logits from."""
-    return Source(combination.model, combination.input, tokens)
-
-
-def _softmax_of(combination: Combination, tokens: Tokens) -> Softmax:
-    cause = combination.distribution
-    return Softmax(source_of(combination, tokens), cause, None if cause is None else combination.value_of(cause))
 
 
 class Predictor:
@@ -43,15 +22,15 @@ class Predictor:
 
     def __init__(self, logits: Logits, definition: Definition, right: Sequence[Tensor]) -> None:
         self.logits, self.definition, self.right = logits, definition, right
-        self._of_targets: dict[Softmax, list[Tensor]] = {}
-        self._of_all: tuple[Softmax | None, list[list[Tensor]]] = (None, [])
+        self._of_targets: dict[Key, list[Tensor]] = {}
+        self._of_all: tuple[Key | None, list[list[Tensor]]] = (None, [])
 
     def __call__(self, combination: Combination, tokens: Tokens) -> list[Tensor]:
         """Return the predicted numbers of each window, float64; NaN for tokens without a prediction."""
         unit = combination.unit
         if unit is None:
             return self._quantities(combination, tokens)
-        first = [chunks[0] for chunks in self.logits.chunks(Source(None, None, tokens))]
+        first = [chunks[0] for chunks in self.logits.chunks(PLAIN, tokens)]
         wholes = self._whole_responses(combination, tokens)
         triples = zip(first, wholes, tokens.windows, strict=True)
         return [unit.applied(chunk, whole, combination.value_of(unit))[w.here] for chunk, whole, w in triples]
@@ -68,42 +47,42 @@ class Predictor:
 
     def _quantities(self, combination: Combination, tokens: Tokens) -> list[Tensor]:
         """Return the quantity of each token, by window; without a cause in this stage its log-prob."""
-        if not combination.causes:
+        if combination == PLAIN:
             return [self.right[w.response][w.here] for w in tokens.windows]
-        softmax, quantity = _softmax_of(combination, tokens), combination.quantity
+        causes, quantity = combination.to_softmax, combination.quantity
         if quantity is None:
-            return self._logprobs_of_targets(softmax)
+            return self._logprobs_of_targets(causes, tokens)
         found, value = [], combination.value_of(quantity)
-        windows, of_all = self.logits.chunks(softmax.source), self._logprobs_of_all(softmax)
+        windows, of_all = self.logits.chunks(causes, tokens), self._logprobs_of_all(causes, tokens)
         for chunks, logprobs in zip(windows, of_all, strict=True):
             pairs = zip(chunks, logprobs, strict=True)
             found.append(torch.cat([quantity.applied(chunk, logp, value).double() for chunk, logp in pairs]))
         return found
 
-    def _logprobs_of_targets(self, softmax: Softmax) -> list[Tensor]:
+    def _logprobs_of_targets(self, causes: Combination, tokens: Tokens) -> list[Tensor]:
         """Return the log-probs of the targets, by window."""
-        if softmax not in self._of_targets:
-            self._of_targets[softmax] = [
-                torch.cat([self._of_target(softmax, chunk).double() for chunk in chunks])
-                for chunks in self.logits.chunks(softmax.source)
+        if (causes, tokens) not in self._of_targets:
+            self._of_targets[causes, tokens] = [
+                torch.cat([self._of_target(causes, chunk).double() for chunk in chunks])
+                for chunks in self.logits.chunks(causes, tokens)
             ]
-        return self._of_targets[softmax]
+        return self._of_targets[causes, tokens]
 
-    def _logprobs_of_all(self, softmax: Softmax) -> list[list[Tensor]]:
+    def _logprobs_of_all(self, causes: Combination, tokens: Tokens) -> list[list[Tensor]]:
         """Return the log-probs of all tokens, by window and chunk."""
-        if self._of_all[0] != softmax:
-            windows = self.logits.chunks(softmax.source)
-            logprobs = [[self._scaled(softmax, chunk).log_softmax(-1) for chunk in chunks] for chunks in windows]
-            self._of_all = softmax, logprobs
+        if self._of_all[0] != (causes, tokens):
+            windows = self.logits.chunks(causes, tokens)
+            logprobs = [[self._scaled(causes, chunk).log_softmax(-1) for chunk in chunks] for chunks in windows]
+            self._of_all = (causes, tokens), logprobs
         return self._of_all[1]
 
-    def _of_target(self, softmax: Softmax, chunk: Chunk) -> Tensor:
-        if softmax.cause is None:
+    def _of_target(self, causes: Combination, chunk: Chunk) -> Tensor:
+        if causes.distribution is None:
             return self.definition.target_logprobs(chunk)
-        return target_logprobs(chunk.targets, self._scaled(softmax, chunk))
+        return target_logprobs(chunk.targets, self._scaled(causes, chunk))
 
-    def _scaled(self, softmax: Softmax, chunk: Chunk) -> Tensor:
+    def _scaled(self, causes: Combination, chunk: Chunk) -> Tensor:
         """Return logits [k, V] whose softmax is the distribution."""
-        if softmax.cause is None:
+        if causes.distribution is None:
             return self.definition.logits(chunk)
-        return softmax.cause.applied(chunk, chunk.logits, softmax.value)
+        return causes.distribution.applied(chunk, chunk.logits, causes.value)

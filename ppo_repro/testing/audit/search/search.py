@@ -2,7 +2,7 @@
 
 All causes, and then all pairs of causes of different stages, go through three steps. `_screened` predicts a few tokens
 of the wrong side. `_passing` keeps the candidates that come near there. `_compared` predicts more tokens from these
-candidates, and judges the errors that are left (`hypothesis`, `rounding`). The search ends as soon as a hypothesis
+candidates, and judges the errors that are left (`hypothesis`, `other_bits`). The search ends as soon as a hypothesis
 explains the numbers.
 """
 
@@ -28,7 +28,7 @@ from ppo_repro.testing.audit.measure import rms
 from ppo_repro.testing.audit.search.combination import Combination, together
 from ppo_repro.testing.audit.search.hypothesis import Hypotheses, Hypothesis, hypotheses_of, hypothesis_of
 from ppo_repro.testing.audit.search.orders import of_other_orders
-from ppo_repro.testing.audit.search.rounding import with_rounding
+from ppo_repro.testing.audit.search.other_bits import with_other_bits
 from ppo_repro.testing.audit.search.trial import Candidate, Trial
 from ppo_repro.testing.audit.search.windows import Tokens
 from ppo_repro.testing.audit.stack import StackModel, StackSampling
@@ -71,8 +71,8 @@ def _stages(trial: Trial) -> Iterator[list[Hypothesis]]:
     """Yield no cause, other orders and single causes; then 16-bit rounding; then pairs of causes."""
     singles, limit = _screened(trial, "causes", [(cause,) for cause in trial.causes]), _limit(trial)
     plain = hypothesis_of(trial, trial.plain)
-    yield [plain, *of_other_orders(trial.side), *_compared(trial, _passing(singles, limit))]
-    yield with_rounding(trial, plain)
+    yield [plain, *of_other_orders(trial), *_compared(trial, _passing(singles, limit))]
+    yield with_other_bits(trial, plain)
     near = {cause for candidate in singles if candidate.left <= limit for cause in candidate.combination.causes}
     pairs = [pair for pair in combinations(trial.causes, 2) if _is_pair(*pair, near)]
     yield _compared(trial, _passing(_screened(trial, "pairs of causes", pairs), limit))
@@ -117,7 +117,7 @@ def _compared(trial: Trial, passing: Sequence[Candidate]) -> list[Hypothesis]:
     for some in passing:
         for candidate in _fitted(trial, some.combination, trial.many):
             alone = hypothesis_of(trial, candidate)
-            found += [alone, *with_rounding(trial, alone)]
+            found += [alone, *with_other_bits(trial, alone)]
     return found
 
 
@@ -127,8 +127,8 @@ def _limit(trial: Trial) -> float:
     A side may have two causes. If one is a 16-bit computation, the other cause alone leaves its rounding.
     """
     halves = (cause for cause in trial.causes if cause.rounds("computed", "weights"))
-    rounding = (trial.side.scale * rms(trial.rounding(cause, trial.few)) for cause in halves)
-    return limits.NEAR * max([limits.TOKEN_OVER_RMS * trial.side.tolerance, *rounding])
+    narrow = (trial.scale * rms(trial.narrow_errors(cause, trial.few)) for cause in halves)
+    return limits.NEAR * max([limits.TOKEN_OVER_RMS * trial.tolerance, *narrow])
 
 
 # the value of a parameter

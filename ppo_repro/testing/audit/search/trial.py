@@ -12,27 +12,13 @@ from transformers import PreTrainedModel
 
 from ppo_repro.testing.audit import limits
 from ppo_repro.testing.audit.causes.cause import Cause, OtherInput
-from ppo_repro.testing.audit.measure import Stored, errors, rms, stored_as
+from ppo_repro.testing.audit.measure import Stored, errors_of, rms, stored_as
 from ppo_repro.testing.audit.numbers import Numbers, RecordedChunk
-from ppo_repro.testing.audit.search.combination import Combination, together
+from ppo_repro.testing.audit.search.combination import PLAIN, Combination, together
 from ppo_repro.testing.audit.search.logits import Logits
-from ppo_repro.testing.audit.search.predict import Predictor, source_of
+from ppo_repro.testing.audit.search.predict import Predictor
 from ppo_repro.testing.audit.search.windows import Tokens, WrongResponse, few_and_many
 from ppo_repro.testing.audit.sides import RecordedSide
-from ppo_repro.testing.audit.stack import StackSampling
-
-
-@dataclass(frozen=True)
-class WrongSide:
-    """The numbers that a wrong side recorded, and how its stack samples."""
-
-    name: str
-    sampling: StackSampling
-    numbers: Sequence[Numbers]  # of each response
-    wrong_responses: Sequence[int]
-    stored: Stored
-    scale: float  # of the numbers: sums of many log-probs round more
-    tolerance: float  # rms of rounding, nats
 
 
 @dataclass(frozen=True)
@@ -52,7 +38,12 @@ class Candidate:
 class Trial:
     """Causes to try on a wrong side, and the tokens to try them on."""
 
-    side: WrongSide
+    side: RecordedSide
+    numbers: Sequence[Numbers]  # of the side, on the device of the model
+    wrong_responses: Sequence[int]
+    stored: Stored  # the format of the numbers
+    scale: float  # of the numbers: sums of many log-probs round more
+    tolerance: float  # rms of rounding, nats
     causes: tuple[Cause, ...]  # in the order of the stages, so that logits and softmax are computed once
     predictor: Predictor
     few: Tokens  # for all causes
@@ -61,45 +52,44 @@ class Trial:
     @cached_property
     def plain(self) -> Candidate:
         """Return what no cause leaves on many tokens."""
-        found = self.candidate(Combination(), self.many)
+        found = self.candidate(PLAIN, self.many)
         assert found is not None
         return found
 
     @property
     def count(self) -> int:
         """Return the number of usable tokens among many."""
-        return sum(int(self.side.numbers[w.response].usable[w.here].sum()) for w in self.many.windows)
+        return sum(int(self.numbers[w.response].usable[w.here].sum()) for w in self.many.windows)
 
     @property
     def wrong_alone(self) -> Trial:
         """Return the trial as if only the wrong tokens of the side were usable."""
-        numbers = [replace(one, usable=one.are_wrong(self.side.tolerance)) for one in self.side.numbers]
-        return replace(self, side=replace(self.side, numbers=numbers))
+        return replace(self, numbers=[replace(one, usable=one.are_wrong(self.tolerance)) for one in self.numbers])
 
     def candidate(self, combination: Combination, tokens: Tokens) -> Candidate | None:
         """Return what causes leave on some tokens; None if they predict too few of the tokens."""
-        left, usable = [], 0
+        found, usable = [], 0
         for values, w in zip(self.predictor(combination, tokens), tokens.windows, strict=True):
-            numbers = self.side.numbers[w.response]
+            numbers = self.numbers[w.response]
             there = numbers.usable[w.here] & ~values.isnan()
             usable += int(numbers.usable[w.here].sum())
-            left.append(errors(numbers.recorded[w.here][there], values[there], self.side.stored).cpu())
-        joined = torch.cat(left)
+            found.append(errors_of(numbers.recorded[w.here][there], values[there], self.stored).cpu())
+        errors = torch.cat(found)
         enough = max(limits.FEWEST_PREDICTED, usable / limits.PREDICTED_ONE_IN)
-        return Candidate(combination, joined) if not combination.causes or len(joined) >= enough else None
+        return Candidate(combination, errors) if combination == PLAIN or len(errors) >= enough else None
 
     def chunks(self, combination: Combination, tokens: Tokens) -> list[RecordedChunk]:
         """Return the logits that causes compute, beside the numbers that this trial judges."""
-        pairs = zip(self.predictor.logits.chunks(source_of(combination, tokens)), tokens.windows, strict=True)
-        return [RecordedChunk(chunk, self.side.numbers[w.response]) for chunks, w in pairs for chunk in chunks]
+        pairs = zip(self.predictor.logits.chunks(combination, tokens), tokens.windows, strict=True)
+        return [RecordedChunk(chunk, self.numbers[w.response]) for chunks, w in pairs for chunk in chunks]
 
-    def rounding(self, cause: Cause, tokens: Tokens) -> Tensor:
+    def narrow_errors(self, cause: Cause, tokens: Tokens) -> Tensor:
         """Return the 16-bit rounding (nats) in the numbers that a cause predicts, at the usable tokens."""
         assert cause.rounded is not None
         narrow = self.predictor(together(cause), tokens)
         exact = self.predictor(Combination(distribution=cause.rounded.exact), tokens)
         both = zip(narrow, exact, tokens.windows, strict=True)
-        apart = [(a - b)[self.side.numbers[w.response].usable[w.here]].cpu() for a, b, w in both]
+        apart = [(a - b)[self.numbers[w.response].usable[w.here]].cpu() for a, b, w in both]
         return torch.cat(apart)
 
 
@@ -123,7 +113,12 @@ def trial_of(model: PreTrainedModel, side: RecordedSide, wrong: Sequence[int], c
     numbers = [one.to(model.device) for one in numbers]
     logits = Logits(model, side.responses, [one.counts for one in numbers], side.sampling)
     return Trial(
-        side=WrongSide(side.name, side.sampling, numbers, wrong, stored_as(every), scale, tolerance),
+        side=side,
+        numbers=numbers,
+        wrong_responses=wrong,
+        stored=stored_as(every),
+        scale=scale,
+        tolerance=tolerance,
         causes=tuple(cause for cause in causes if _is_predicted(cause, few) and _is_predicted(cause, many)),
         predictor=Predictor(logits, side.definition, [one.reference for one in numbers]),
         few=few,
@@ -134,4 +129,5 @@ def trial_of(model: PreTrainedModel, side: RecordedSide, wrong: Sequence[int], c
 def _is_predicted(cause: Cause, tokens: Tokens) -> bool:
     if not isinstance(cause, OtherInput):
         return True
-    return any(one.within(w.start, w.end) for w in tokens.windows for one in cause.passes[w.response])
+    windows = ((w, cause.passes[w.response]) for w in tokens.windows)
+    return any(not passes or any(one.within(w.start, w.end) for one in passes) for w, passes in windows)

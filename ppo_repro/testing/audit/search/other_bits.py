@@ -1,7 +1,7 @@
 """Errors that 16-bit rounding explains, with other bits: another order of sums rounds otherwise, but by as much.
 
-`with_rounding` decides. First it asks whether the errors can be rounding at all, then which 16-bit computation has
-rounding errors of that size and pattern (`LikeRounding`). The hypotheses follow.
+`with_other_bits` decides. First it asks whether the errors can be rounding at all, then which 16-bit computation has
+rounding errors of that size and pattern (`OtherBits`). The hypotheses follow.
 """
 
 from __future__ import annotations
@@ -14,16 +14,17 @@ from torch import Tensor
 from ppo_repro.testing.advice import ADVICE
 from ppo_repro.testing.audit import limits
 from ppo_repro.testing.audit.causes.cause import Cause, OtherModel, RoundedPart
+from ppo_repro.testing.audit.causes.names import EXPERTS
 from ppo_repro.testing.audit.measure import Format, correlation, likeness, rms, sizes_apart
 from ppo_repro.testing.audit.search.hypothesis import Hypothesis, hypothesis_of
 from ppo_repro.testing.audit.search.trial import Trial
 
 
-def with_rounding(trial: Trial, alone: Hypothesis) -> list[Hypothesis]:
+def with_other_bits(trial: Trial, alone: Hypothesis) -> list[Hypothesis]:
     """Return the hypotheses that the errors left by `alone` are 16-bit rounding; none if they do not look like it."""
     combination = alone.candidate.combination
     causes = combination.causes
-    like = _like_rounding(trial, alone.candidate.errors) if _may_be_rounding(trial, alone) else None
+    like = _other_bits(trial, alone.candidate.errors) if _may_be_narrow(trial, alone) else None
     if like is None:
         return []
     mend = ADVICE["reduced_precision"].mend
@@ -41,20 +42,20 @@ def with_rounding(trial: Trial, alone: Hypothesis) -> list[Hypothesis]:
     return [similar] if both is None else [hypothesis_of(trial, both), similar]
 
 
-def _may_be_rounding(trial: Trial, alone: Hypothesis) -> bool:
-    """Return whether the errors left by `alone` need a further cause, and rounding may be that cause.
+def _may_be_narrow(trial: Trial, alone: Hypothesis) -> bool:
+    """Return whether the errors left by `alone` need a further cause, and 16 bits may be that cause.
 
     With experts it may not: a small error of any cause may choose other experts, which gives the same pattern.
     """
     causes = alone.candidate.combination.causes
     is_rounded = any(cause.rounds("computed", "weights") for cause in causes)
-    has_experts = any(name.endswith("experts") for name, _ in trial.predictor.logits.model.named_modules())
+    has_experts = any(EXPERTS.recognise(name) for name, _ in trial.predictor.logits.model.named_modules())
     is_far = bool(causes) and alone.left > limits.OF_ERRORS * trial.plain.left
     return not (alone.explains or has_experts or is_rounded or is_far)
 
 
 @dataclass(frozen=True)
-class LikeRounding:
+class OtherBits:
     """A 16-bit computation whose rounding errors have the size and the pattern of errors that were found."""
 
     computed: OtherModel
@@ -69,18 +70,18 @@ class LikeRounding:
         return f"{' or '.join([whole, *(part.words for part in self.parts)])}, with other bits"
 
 
-def _like_rounding(trial: Trial, left: Tensor) -> LikeRounding | None:
-    """Return the first 16-bit computation whose rounding is like the errors `left`; None if there is none."""
+def _other_bits(trial: Trial, errors: Tensor) -> OtherBits | None:
+    """Return the first 16-bit computation whose rounding is like the errors; None if there is none."""
     for computed in trial.causes:
         if not isinstance(computed, OtherModel) or computed.rounded is None or computed.rounded.what != "computed":
             continue
-        to, rounding = computed.rounded.to, trial.rounding(computed, trial.many)
+        to, narrow = computed.rounded.to, trial.narrow_errors(computed, trial.many)
         (weights,) = _of_format(trial.causes, "weights", to)
-        if like := likeness(left, rounding, trial.rounding(weights, trial.many)):
-            is_sure = sizes_apart(left, rounding) <= limits.SURE_OF_FORMAT
+        if like := likeness(errors, narrow, trial.narrow_errors(weights, trial.many)):
+            is_sure = sizes_apart(errors, narrow) <= limits.SURE_OF_FORMAT
             each = _of_format(trial.causes, "part", to)
-            parts = (p for p in each if correlation(left, trial.rounding(p, trial.many)) > limits.ALIKE * like)
-            return LikeRounding(computed, to if is_sure else None, rms(rounding), tuple(parts))
+            parts = (p for p in each if correlation(errors, trial.narrow_errors(p, trial.many)) > limits.ALIKE * like)
+            return OtherBits(computed, to if is_sure else None, rms(narrow), tuple(parts))
     return None
 
 

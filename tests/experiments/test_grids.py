@@ -244,8 +244,8 @@ def test_the_answer_of_a_grid_says_which_settings_it_cannot_compare(tmp_path: Pa
     finals = pd.DataFrame([(point, i, value) for point, of in values.items() for i, value in enumerate(of)])
     finals.columns = pd.Index(["point", "seed", "eval_accuracy"])
     _, answered, compared = answer_cards(tmp_path, finals, Quantity("eval_accuracy", "accuracy"), "", 1.0)
-    assert "0 of 2 settings differ" in answered.verdicts[0].text
-    assert "1 of 2 cannot be compared, because a result is not finite." in answered.verdicts[0].text
+    assert "0 of 2 settings differ" in answered.statements[0].text
+    assert "1 of 2 cannot be compared, because a result is not finite." in answered.statements[0].text
     assert "not finite" in compared.blocks[0]
 
 

@@ -6,11 +6,11 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ppo_repro.testing.audit.limits import FORMATS_APART, NO_CHANCE, OF_ROUNDING, TOKEN_OVER_RMS
+from ppo_repro.testing.audit.limits import FORMATS_APART, NO_CHANCE, OF_ERRORS, OF_ROUNDING, TOKEN_OVER_RMS
 from ppo_repro.testing.audit.measure import (
     Stored,
     errors_of,
@@ -34,6 +34,9 @@ def drawn(seed: int, size: float, count: int = 40) -> Tensor:
 def test_neither_order_nor_sign_nor_unit_of_errors_matters_and_smaller_errors_are_explained_too(
     seed: int, left: float, before: float, tolerance: float, rounding: float
 ) -> None:
+    # at a limit, the order of the additions in an rms decides
+    edges = (tolerance, OF_ERRORS * before, OF_ROUNDING * rounding)
+    assume(not any(math.isclose(left, edge, rel_tol=1e-12) for edge in edges))
     x = drawn(seed, left)
     found = is_rounding(x, before, tolerance, rounding)
     assert is_rounding(-x.flip(0), before, tolerance, rounding) == found

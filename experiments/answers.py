@@ -21,7 +21,7 @@ from ppo_repro.analysis import figures
 from ppo_repro.analysis.csv_text import csv_text
 from ppo_repro.analysis.grid_outcomes import ACCURACY, LAST, complete_cells, mismatch_of_cell
 from ppo_repro.analysis.grid_table import comparisons, markdown, mean_text
-from ppo_repro.analysis.significance import detectable, one_sample, t_interval, tost, with_interval
+from ppo_repro.analysis.significance import detectable, finite_of, one_sample, t_interval, tost, with_interval
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.files import atomic_write, require_ours
 from ppo_repro.base.output import Parser, tell
@@ -101,9 +101,12 @@ def results_of(grid: Path, measures: Measures, twin: Twin | None) -> pd.DataFram
 
 
 def interval(values: npt.ArrayLike, form: str = "{:.3f}") -> str:
-    """Return the mean and 95 % Student interval over seeds, as text."""
-    estimate = one_sample(np.asarray(values, np.float64))
-    return with_interval(form, estimate.mean, *t_interval(estimate, 0.95))
+    """Return the mean and 95 % Student interval over seeds, as text; values that are not finite are counted."""
+    finite, others = finite_of(values)
+    if not len(finite):
+        return "not finite"
+    estimate = one_sample(finite)
+    return with_interval(form, estimate.mean, *t_interval(estimate, 0.95)) + others
 
 
 def settings_table(

@@ -9,11 +9,13 @@ from pathlib import Path
 from experiments.answers import LAST, outcome, settings_study
 from ppo_repro.records import reader
 
+AT_THE_END = "explained_variance_at_the_end"  # that of a grid is at the beginning
+
 
 def measures(run_dir: Path) -> dict[str, float]:
     """Return the outcome, and the explained variance of the last iterations."""
-    name = "explained_variance"
-    return outcome(run_dir) | {name: float(reader.read_iterations(run_dir, columns=[name])[name].tail(LAST).mean())}
+    explained = reader.read_iterations(run_dir, columns=["explained_variance"])["explained_variance"]
+    return outcome(run_dir) | {AT_THE_END: float(explained.tail(LAST).mean())}
 
 
 if __name__ == "__main__":
@@ -27,7 +29,7 @@ if __name__ == "__main__":
             "at the end": ("eval_accuracy", None),
             "KL, nats a response": ("ref_kl_per_sequence", "{:.2f}"),
             "entropy, nats a token": ("entropy", "{:.3f}"),
-            "explained variance at the end": ("explained_variance", "{:.2f}"),
+            "explained variance at the end": (AT_THE_END, "{:.2f}"),
         },
         measures=measures,
     )

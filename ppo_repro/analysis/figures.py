@@ -16,6 +16,7 @@ README.md shows the figure above: `learning_figure` of runs of `experiments/quic
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -193,7 +194,8 @@ def differences_figure(cells: pd.DataFrame, measure: str, axes: Axes | None = No
 def across_figure(cells: pd.DataFrame, share: str, measure: str, axes: Axes | None = None) -> Axes:
     """Draw a measure of each run over the run's clipped share, and shade the range that rules of thumb recommend.
 
-    A label is at the mean of its setting, and counts the runs whose numbers are not finite.
+    A label is at the mean of its setting, and counts the runs whose numbers are not finite. The title names settings
+    without a finite run.
 
     Args:
         cells: the frame of `outcomes`.
@@ -206,14 +208,19 @@ def across_figure(cells: pd.DataFrame, share: str, measure: str, axes: Axes | No
     axes = axes or new_axes(8.0, 4.2)[0]
     axes.axvspan(*GOOD, color=SHADE, alpha=0.12)
     axes.plot(cells[share], cells[measure], "o", color=RUN, alpha=0.55, markersize=5)
+    lost = list[str]()
     for point, group in cells.groupby("point", sort=False):
         finite, others = finite_of(group[[share, measure]])
-        if len(finite):
-            x, y = finite.mean(axis=0)
-            axes.plot([x], [y], "_", color=MEAN, markersize=11, markeredgewidth=2.5)
-            axes.annotate(f"{point}{others}", (x, y), xytext=(7, -3), textcoords="offset points")
+        if not len(finite):
+            lost.append(f"; {point} is not finite")
+            continue
+        x, y = finite.mean(axis=0)
+        axes.plot([x], [y], "_", color=MEAN, markersize=11, markeredgewidth=2.5)
+        axes.annotate(f"{point}{others}", (x, y), xytext=(7, -3), textcoords="offset points")
     rank = rank_correlation(cells, share, measure)
-    title = f"rank correlation {rank.value:.2f} [{rank.low:.2f}, {rank.high:.2f}]"
+    ends = "" if math.isnan(rank.low) else f" [{rank.low:.2f}, {rank.high:.2f}]"
+    found = "no rank correlation" if math.isnan(rank.value) else f"rank correlation {rank.value:.2f}{ends}"
+    title = "".join([found, *lost])
     axes.set(title=title, xlabel=MEASURES[share].meaning, ylabel=measure)
     return axes
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import pandas as pd
 
 from ppo_repro.analysis.clip_flags import clip_rule, clipped_at_start, column, is_outside, token_rule
@@ -39,6 +40,7 @@ class Measure:
     form: str  # format of a value
     meaning: str
     averaged: slice | None = None  # rows of the table `iterations` whose mean it is; None for other measures
+    may_be_missing: bool = False  # whether runs or iterations may lack it, as those without a value model or a clip
 
 
 MEASURES = {
@@ -50,14 +52,16 @@ MEASURES = {
             f"KL(policy || reference), exact, seq_mean_token_sum, nats, last {LAST} iterations", AT_THE_END),
         Measure("entropy", "{:.2f}", f"entropy of the policy, token mean, nats, last {LAST} iterations", AT_THE_END),
         Measure("explained_variance", "{:.2f}",
-            f"explained variance of the value model, first {FIRST} iterations", slice(FIRST)),
+            f"explained variance of the value model, first {FIRST} iterations", slice(FIRST), may_be_missing=True),
         Measure("k3", "{:.1e}", "KL(rollout || old) by k3, token mean, nats, all iterations"),
         Measure("clip_floor", "{:.2%}",
-            "share of response tokens whose gradient the clip would remove before any step, by mismatch alone"),
+            "share of response tokens whose gradient the clip would remove before any step, by mismatch alone",
+            may_be_missing=True),
         Measure("clip_fraction", "{:.1%}",
-            "share of token visits whose policy gradient the clip removed, as TRL, verl and OpenRLHF count"),
+            "share of token visits whose policy gradient the clip removed, as TRL, verl and OpenRLHF count",
+            may_be_missing=True),
         Measure("outside_fraction", "{:.1%}",
-            "share of token visits whose ratio was outside the band, as CleanRL counts"),
+            "share of token visits whose ratio was outside the band, as CleanRL counts", may_be_missing=True),
     )
 }  # fmt: skip
 
@@ -110,23 +114,30 @@ def mismatch_of_cell(run_dir: Path) -> CellMismatch:
     """Return the mismatch of a run, over the response tokens of the iterations that the run itself computed.
 
     One iteration is in memory at a time. clip_floor is 0 with the anchor `old`, whose first ratio is 1, and NaN if the
-    objective does not clip each token's ratio. Unlike the k3 of METRICS, k3 is infinite or NaN if a log-prob is.
+    objective does not clip each token's ratio, or if a ratio is NaN. Unlike the k3 of METRICS, k3 is infinite or NaN if
+    a log-prob is.
     """
     recorded, ppo = reader.open_manifest(run_dir), load_recorded_config(run_dir).ppo
     count, k3_sum, removed = 0, 0.0, 0.0
     for iteration, clip_range in _recorded_ranges(run_dir, recorded):
         tokens = reader.read_tokens(run_dir, iterations=[iteration], columns=TOKENS, recorded=recorded)
         count += len(tokens)
-        k3_sum += float(k3(-deltas(tokens)).sum())
-        rule = token_rule(ppo, clip_range)
-        removed += math.nan if rule is None else float(clipped_at_start(tokens, rule).sum())
+        apart, rule = deltas(tokens), token_rule(ppo, clip_range)
+        k3_sum += float(k3(-apart).sum())
+        if rule is None or (rule.anchor == "rollout" and np.isnan(apart).any()):
+            removed = math.nan
+        else:
+            removed += float(clipped_at_start(tokens, rule).sum())
     return CellMismatch(k3_sum / count, removed / count)
 
 
 def averaged_measures(rows: pd.DataFrame) -> dict[str, float]:
-    """Return the MEASURES that are means over a run's table of iterations; NaN if an iteration lacks the number."""
-    averaged = [(measure.name, measure.averaged) for measure in MEASURES.values() if measure.averaged is not None]
-    return {name: float(rows[name].iloc[which].mean(skipna=False)) for name, which in averaged}
+    """Return the MEASURES that are means over a run's table of iterations.
+
+    An iteration may lack a measure with `may_be_missing`. Otherwise the mean is NaN if an iteration has no number.
+    """
+    averaged = [(measure, measure.averaged) for measure in MEASURES.values() if measure.averaged is not None]
+    return {m.name: float(rows[m.name].iloc[which].mean(skipna=m.may_be_missing)) for m, which in averaged}
 
 
 def measures_of(run_dir: Path) -> dict[str, float]:

@@ -13,13 +13,14 @@ import numpy as np
 import pandas as pd
 from scipy.stats import spearmanr
 
-from ppo_repro.analysis.grid_outcomes import MEASURES, ClipShares
+from ppo_repro.analysis.grid_outcomes import MEASURES, ClipShares, Measure
 from ppo_repro.analysis.significance import Estimate, finite_of, holm, one_sample, t_interval, t_test
 from ppo_repro.base.errors import UserError
 from ppo_repro.records.grid import axes_of
 from ppo_repro.statistics.clusters import Floats
 
 DRAWS = 2000
+MIN_RANKED = 3  # settings; two have no order but up or down
 SPREAD = "mean ± half of the 95 % Student interval"
 
 
@@ -36,13 +37,10 @@ def with_half_width(values: pd.Series, form: str = "{:.3f}") -> str:
     return form.format(estimate.mean) + ("" if math.isnan(half) else f" ± {form.format(half)}") + others
 
 
-def mean_text(values: pd.Series, form: str) -> str:
-    """Return the mean as text; values that are not finite are counted and left out.
-
-    The text is "none" if no value is finite, as the explained variance of runs without a value model.
-    """
+def mean_text(values: pd.Series, form: str, nothing: str = "not finite") -> str:
+    """Return the mean as text, or `nothing`. Values that are not finite are counted and left out."""
     finite, others = finite_of(values)
-    return form.format(finite.mean()) + others if len(finite) else "none"
+    return form.format(finite.mean()) + others if len(finite) else nothing
 
 
 def measures_table(cells: pd.DataFrame, measure: str) -> pd.DataFrame:
@@ -50,14 +48,20 @@ def measures_table(cells: pd.DataFrame, measure: str) -> pd.DataFrame:
     axes = ", ".join(name.rpartition(".")[2] for name in axes_of(cells))
     table = []
     for point, group in cells.groupby("point", sort=False):
+        others = (other for other in MEASURES.values() if other.name != measure)
         row = {
             axes: point,
             "seeds": len(group),
             f"{measure}, {SPREAD}": with_half_width(group[measure], MEASURES[measure].form),
-            **{name: mean_text(group[name], other.form) for name, other in MEASURES.items() if name != measure},
+            **{other.name: _mean_of(other, group[other.name]) for other in others},
         }
         table.append({**row, "fingerprints": group["fingerprint"].nunique()})
     return pd.DataFrame(table)
+
+
+def _mean_of(measure: Measure, values: pd.Series) -> str:
+    has_none = measure.may_be_missing and bool(values.isna().all())
+    return mean_text(values, measure.form, "none" if has_none else "not finite")
 
 
 def _require_same_seeds(cells: pd.DataFrame) -> None:
@@ -104,9 +108,11 @@ def rank_correlation(cells: pd.DataFrame, share: str, measure: str) -> RankCorre
     """Return the rank correlation of two columns of `outcomes`: of the settings' means over seeds, and of the runs.
 
     The bootstrap draws all settings of a seed together, because they start from the same policy. NaN if all shares or
-    all measures are equal. Raises UserError if the settings have different seeds.
+    all measures are equal, or if a number is not finite. Raises UserError if the settings have different seeds.
     """
     _require_same_seeds(cells)
+    if not np.isfinite(cells[[share, measure]].to_numpy(np.float64)).all():
+        return RankCorrelation(math.nan, math.nan, math.nan, math.nan)
     rng, points = np.random.default_rng(0), cells["point"].unique()
     by_seed = [
         rows.set_index("point").loc[points, [share, measure]].to_numpy(np.float64)
@@ -129,8 +135,8 @@ def _spearman(pairs: Floats) -> float:
 
 
 def rank_correlations(cells: pd.DataFrame, measure: str) -> dict[str, RankCorrelation]:
-    """Return `rank_correlation` of each clipped share that has one with the measure; {} for fewer than 3 settings."""
-    if cells["point"].nunique() < 3 or not cells["outside_fraction"].any():
+    """Return `rank_correlation` of each clipped share that has one with the measure; {} for few settings."""
+    if cells["point"].nunique() < MIN_RANKED or not cells["outside_fraction"].any():
         return {}
     ranks = {share: rank_correlation(cells, share, measure) for share in ClipShares._fields}
     return {share: rank for share, rank in ranks.items() if not math.isnan(rank.value)}

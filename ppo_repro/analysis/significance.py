@@ -48,7 +48,8 @@ def require_finite_samples(*samples: Floats) -> None:
 def finite_of(values: npt.ArrayLike) -> tuple[Floats, str]:
     """Return the finite rows of `values`, and the text that counts the others: ` (2 not finite)`, "" for none."""
     rows = np.asarray(values, np.float64)
-    finite = rows[np.isfinite(rows.reshape(len(rows), -1)).all(axis=1)]
+    is_finite = np.isfinite(rows)
+    finite = rows[is_finite if rows.ndim == 1 else is_finite.all(axis=1)]
     others = len(rows) - len(finite)
     return finite, f" ({others} not finite)" if others else ""
 

@@ -100,8 +100,9 @@ def shown(text: str, longest: int = _SHOWN) -> str:
 
 
 def type_and_message(error: BaseException) -> str:
-    """Return type and message of an error: a message alone may be empty, or only the name of a missing key."""
-    return f"{type(error).__name__}: {shown(str(error), 2 * _SHOWN)}"
+    """Return type and message of an error on one line: a message may be empty, or only the name of a missing key."""
+    name, message = type(error).__name__, " ".join(str(error).split())
+    return f"{name}: {shown(message, 4 * _SHOWN)}" if message else name
 
 
 def size(count: int) -> str:

@@ -102,8 +102,10 @@ def first_changed_value(committed: Mapping[str, ResultRow], now: Mapping[str, Re
     """Describe the first value of `now` that differs from the committed value; "" if all are equal."""
     for cell, row in now.items():
         for column, value in row.items():
-            if value != (before := committed[cell].get(column)):
-                return f"{cell}: {column} is {value}, and {before} in {RESULTS}"
+            if column not in committed[cell]:
+                return f"{cell}: {column} is {value}, and {RESULTS} has no such column; does it have an earlier name?"
+            if value != committed[cell][column]:
+                return f"{cell}: {column} is {value}, and {committed[cell][column]} in {RESULTS}"
     return ""
 
 

@@ -228,7 +228,17 @@ def test_seeds_that_are_not_finite_are_counted_and_no_difference_is_made_up() ->
     _, said = answer(found.assign(eval_accuracy=0.5, entropy=found["eval_accuracy"]), "eval_accuracy", "x")
     assert "| 2.00 (1 not finite) |" in said, "a measure beside the one that is compared"
     drawn = svg(across_figure(found, "clip_fraction", "eval_accuracy"))
-    assert "y (1 not finite)" in " ".join(ElementTree.fromstring(drawn).itertext())
+    words = " ".join(ElementTree.fromstring(drawn).itertext())
+    assert "y (1 not finite)" in words
+    assert "no rank correlation" in words
+    lost = found.assign(clip_fraction=[0.0] * 3 + [math.nan] * 3 + [0.5] * 3)
+    drawn = svg(across_figure(lost, "clip_fraction", "k3"))
+    assert "no rank correlation; y is not finite" in " ".join(ElementTree.fromstring(drawn).itertext())
+    _, said = answer(lost, "k3", "x")
+    assert said.endswith("\n\nno rank correlation of clipped shares and k3 (3 not finite)")
+    assert "| none |" in said, "runs may lack a clipped share"
+    _, said = answer(found.assign(entropy=math.nan), "k3", "x")
+    assert "| not finite |" in said, "no run lacks an entropy"
 
 
 def test_a_page_counts_seeds_that_are_not_finite() -> None:
@@ -267,5 +277,8 @@ def test_an_iteration_without_a_number_leaves_a_run_without_the_mean() -> None:
     rows = pd.DataFrame({name: [float(i) for i in range(7)] for name in names})
     whole = dict(zip(names, (4.0, 4.0, 4.0, 2.0), strict=True))
     assert averaged_measures(rows) == whole, "the last five iterations, of the explained variance the first five"
-    rows.loc[0] = math.nan
-    assert averaged_measures(rows) == pytest.approx(whole | {"explained_variance": math.nan}, nan_ok=True)
+    rows.loc[0] = math.nan  # returns that do not vary have no explained variance
+    assert averaged_measures(rows) == whole | {"explained_variance": 2.5}
+    rows.loc[5] = math.nan
+    lost = dict.fromkeys(names, math.nan)
+    assert averaged_measures(rows) == pytest.approx(lost | {"explained_variance": 2.5}, nan_ok=True)

@@ -38,7 +38,9 @@ def runs_page(folder: Path, linked_from: Path | None) -> str:
     """
     runs = read_folder(folder)
     result, settings = runs.results[0], runs.settings
-    means = runs.finals.groupby("point", sort=False)[result.key].mean().sort_values(ascending=False, kind="stable")
+    # a setting with a lost result has no mean, and is after those with one
+    means = runs.finals.groupby("point", sort=False)[result.key].agg(lambda values: values.mean(skipna=False))
+    means = means.sort_values(ascending=False, kind="stable")
     lines = [_line(s, group) for s, group in settings.items() if s.short in set(means.index[:MAX_LINES])]
     fewer = f"The {MAX_LINES} of {len(settings)} settings with the highest {result.title}; the table has all."
     forks = [FORKS] * any(run.facts.forked_at is not None for run in runs.listed)

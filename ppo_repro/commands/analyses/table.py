@@ -16,9 +16,16 @@ from typing import Any
 
 import pandas as pd
 
-from ppo_repro.analysis.grid_outcomes import ACCURACY, MEASURES, outcomes
-from ppo_repro.analysis.grid_table import RankCorrelation, comparisons, markdown, measures_table, rank_correlations
-from ppo_repro.analysis.significance import with_interval
+from ppo_repro.analysis.grid_outcomes import ACCURACY, MEASURES, ClipShares, outcomes
+from ppo_repro.analysis.grid_table import (
+    MIN_RANKED,
+    RankCorrelation,
+    comparisons,
+    markdown,
+    measures_table,
+    rank_correlations,
+)
+from ppo_repro.analysis.significance import finite_of, with_interval
 from ppo_repro.base.output import print_result
 
 
@@ -74,6 +81,9 @@ def _texts_of_p(values: Iterable[float]) -> list[str]:
 
 
 def _sentences(correlations: Mapping[str, RankCorrelation], measure: str, cells: pd.DataFrame) -> list[str]:
+    _, others = finite_of(cells[[*ClipShares._fields, measure]])
+    if others and cells["point"].nunique() >= MIN_RANKED:
+        return [f"no rank correlation of clipped shares and {measure}{others}"]
     return [
         f"rank correlation of {share} and {measure}: {rank.value:.2f} over {cells['point'].nunique()} settings "
         f"(bootstrap of seeds, 95 % [{rank.low:.2f}, {rank.high:.2f}]), {rank.over_runs:.2f} over {len(cells)} runs"

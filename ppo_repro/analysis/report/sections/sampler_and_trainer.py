@@ -67,7 +67,8 @@ def cause_of(facts: Facts) -> tuple[list[Statement], list[Figure]]:
         measured += mismatch_by_iteration([pairs])
         patterns.append(pattern_sums(with_mismatch(pairs)))
     if not any(pattern.tokens for pattern in patterns):
-        return [Statement("fact", "Cause of the difference: unknown, because no token has two finite log-probs.")], []
+        text = "Cause of the difference: no token has two finite log-probs; find out where the others come from."
+        return [Statement("fact", text)], []
     metrics, buckets = mismatch_table(measured), bucket_table([part.buckets for part in measured])
     divergences = metrics[metrics["metric"].isin(["k1", "k3"]) & (metrics["reduction"] == "token_mean")]
     cause = diagnose_sums([part.sums for part in measured], patterns)

@@ -61,6 +61,7 @@ def test_a_changed_value_is_found() -> None:
     committed = read_results(STUDIES[0] / "results.csv")
     name, row = next(iter(committed.items()))
     assert first_changed_value(committed, committed) == ""
+    assert "has no such column" in first_changed_value(committed, {name: {**row, "later": 1.0}})
     for column in row.keys() - {"cell"}:
         said = first_changed_value(committed, {name: {**row, column: "x"}})
         assert said == f"{name}: {column} is x, and {row[column]} in results.csv"

@@ -69,6 +69,8 @@ ROWS = (
     Row("ppo.aggregation", "loss_type", "loss_agg_mode", "", "`dapo` and `token-mean` are `token_mean`"),
     Row("ppo.importance_weights", "vllm_importance_sampling_correction vllm_importance_sampling_mode", "rollout_correction.rollout_is", "enable_vllm_is_correction"),
     Row("ppo.importance_weights.cap", "vllm_importance_sampling_cap", "rollout_is_threshold", "vllm_is_truncated_threshold"),
+    Row("ppo.rejection", "", "rollout_correction.rollout_rs", "", "a list of rules; bounds are of w, verl's of 1 / w"),
+    Row("ppo.ratio_anchor", "", "rollout_correction.bypass_mode", "", "true is `rollout`, false is `old`"),
     Row("ppo.entropy_coef", "", "entropy_coeff", "entropy_loss_coef", "", "ent_coef"),
     Row("ppo.schedule", "lr_scheduler_type", "optim.warmup_style", "lr_scheduler", "", "lr_schedule scheduler"),
     Row("ppo.warmup_iterations", "warmup_steps warmup_ratio", "optim.lr_warmup_steps lr_warmup_steps_ratio", "lr_warmup_ratio"),

@@ -105,7 +105,7 @@ def run_evidence(run_dir: Path | str, recorded: Manifest) -> Iterator[pd.DataFra
         again = pairs[_TOKEN].merge(first[[*_TOKEN, "new_logprobs"]], on=_TOKEN, how="left", validate="1:1")
         yield pairs.assign(
             logprobs_b_again=again["new_logprobs"].to_numpy(),
-            # the trainer's ids; -1 stands for the token that was sampled in place of such an id
+            # the records have the trainer's ids; where the sampler drew another token, its id is unknown: -1
             token_id_b=ids,
             token_id=np.where(is_sampled, ids, np.int32(-1)),
             pad_length=np.repeat(padding, sequences["response_length"].to_numpy()).astype(np.int32),

@@ -1,4 +1,4 @@
-"""A metric has one name: that of its recorded column, or else of a row in the page's table of names."""
+"""A metric has one name: that of its recorded column, or else of a row of the page of names."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from ppo_repro.config.files import CONTROL, DPO, LANGUAGE, Kind
 from ppo_repro.records.schema import CONTROL_TABLES, DPO_TABLES, ITERATIONS, TABLES, Table
 from tests.support.paths import ROOT
 
-PAGE = ROOT / "ppo_repro" / "analysis" / "README.md"
+PAGE = ROOT / "ppo_repro" / "analysis" / "columns.md"
 
 
 def explained() -> set[str]:
-    """The names in the first column of the page's table."""
-    rows = PAGE.read_text(encoding="utf-8").partition("## Names of columns")[2].partition("\n## ")[0].splitlines()
+    """The names in the first columns of the page's tables."""
+    rows = PAGE.read_text(encoding="utf-8").splitlines()
     return {name for row in rows if row.startswith("| `") for name in re.findall(r"`(\w+)`", row.split(" | ")[0])}
 
 

@@ -114,6 +114,7 @@ def states(
 
 def _rotates_by_length(model: PreTrainedModel) -> bool:
     """Return whether rotary positions depend on the longest row of a batch."""
+    # `dynamic` depends on it only above max_position_embeddings, and the audit refuses such lengths
     rope = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
     return any(
         isinstance(scaling, dict) and scaling.get("rope_type") == "longrope" for scaling in (rope, *rope.values())

@@ -21,8 +21,8 @@ RECORDED = 2.0**-22
 CLAMP = 1e3
 
 # Does a cause explain a wrong side? (`measure.is_rounding`)
-# A cause must leave less than half of the errors. If all errors are little more than rounding, a wrong cause leaves a
-# bit less by chance.
+# A cause must leave less than half of the errors. If the errors are hardly larger than rounding, a wrong cause can make
+# them a little smaller by chance.
 OF_ERRORS = 0.5
 # A cause that rounds to 16 bits leaves at most this part of its rounding: another order of sums rounds otherwise.
 # Dumps with the cause left up to 0.26. Dumps with another cause left 0.64 and more.
@@ -50,7 +50,8 @@ DROPS_A_TOKEN = 1.0
 SURE = 0.99
 # A pattern needs at least this many numbers. Fewer numbers have a format, or a cause of their own, by chance.
 FEWEST_NUMBERS = 8
-# A lower limit is tried only if at least this many numbers are above it. Else it explains any constant.
+# A lower limit is tried only if at least this many numbers are above it. If all numbers were equal, a lower limit would
+# explain them, whatever made them equal.
 VARIED = 6
 # Stock float32 computes at most this many response tokens. The error of its rms is then about 2 %.
 FLOOR_TOKENS = 2048

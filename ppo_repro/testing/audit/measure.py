@@ -72,8 +72,8 @@ def is_rounding(errors: Tensor, before: float, tolerance: float, narrow: float =
         errors: the errors [n] that the causes leave, in nats.
         before: rms of the errors without the causes; infinity if there is nothing to compare with.
         tolerance: rms of the rounding of float32, times limits.RIGHT.
-        narrow: rms of the 16-bit rounding that is a cause, or a part of a cause; 0 without such a cause. If 16
-            bits overflow it is NaN or infinity, and explains no errors.
+        narrow: rms of the rounding errors of a cause that rounds to 16 bits; 0 without such a cause. It is NaN or
+            infinity if numbers overflow in 16 bits; then such a cause explains no errors.
     """
     is_float32 = (
         rms(errors) <= tolerance

@@ -6,18 +6,22 @@ import re
 
 import pytest
 
-from ppo_repro.analysis.grid_outcomes import MEASURES
+from ppo_repro.analysis.grid_outcomes import ACCURACY, MEASURES
 from ppo_repro.analysis.report.data.metrics import CONTENT, Plotted
 from ppo_repro.config.files import CONTROL, DPO, LANGUAGE, Kind
 from ppo_repro.records.schema import CONTROL_TABLES, DPO_TABLES, ITERATIONS, TABLES, Table
+from ppo_repro.statistics.mismatch_metrics import METRICS
 from tests.support.paths import ROOT
 
 PAGE = ROOT / "ppo_repro" / "analysis" / "columns.md"
 
 
-def explained() -> set[str]:
-    """The names in the first columns of the page's tables."""
-    rows = PAGE.read_text(encoding="utf-8").splitlines()
+def explained(*commands: str) -> set[str]:
+    """The names in the first column of the tables of these commands, and of those of several commands."""
+    sections = PAGE.read_text(encoding="utf-8").split("\n## ")[1:]
+    wanted = {"In several commands", *(f"`{command}`" for command in commands)}
+    assert wanted <= {section.splitlines()[0] for section in sections}
+    rows = [row for section in sections if section.splitlines()[0] in wanted for row in section.splitlines()]
     return {name for row in rows if row.startswith("| `") for name in re.findall(r"`(\w+)`", row.split(" | ")[0])}
 
 
@@ -26,10 +30,14 @@ def columns(*tables: Table) -> set[str]:
 
 
 def test_a_measure_of_a_grid_has_the_name_of_its_column() -> None:
-    assert set(MEASURES) <= columns(*TABLES) | explained()
     averaged = {name for name, measure in MEASURES.items() if measure.averaged is not None}
     assert averaged
-    assert averaged <= columns(ITERATIONS)
+    assert averaged | {ACCURACY} <= columns(ITERATIONS)
+    assert set(MEASURES) - averaged - {ACCURACY} <= explained("table")
+
+
+def test_a_metric_of_mismatch_has_a_row_on_the_page() -> None:
+    assert {metric.name for metric in METRICS} <= explained("mismatch")
 
 
 @pytest.mark.parametrize(("kind", "tables"), [(LANGUAGE, TABLES), (CONTROL, CONTROL_TABLES), (DPO, DPO_TABLES)])
@@ -39,7 +47,7 @@ def test_a_metric_of_a_page_has_the_name_of_its_column(kind: Kind, tables: tuple
 
     def has_name(metric: Plotted) -> bool:
         if metric.source == "samples":  # recomputed
-            return metric.key in by_name["iterations"] | explained()
+            return metric.key in by_name["iterations"] | explained("report")
         return metric.key in by_name[metric.source]
 
     assert [metric.key for metric in (*content.metrics, *content.figures_by_step) if not has_name(metric)] == []

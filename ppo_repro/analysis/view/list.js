@@ -151,9 +151,8 @@ function lineAboutRuns({ runs, others, damaged }) {
 
 function fillChoices({ runs, finishes }) {
   const called = (run) => nameOf(run) + (nameOf(run) === run.folder ? "" : " (" + run.folder + ")");
-  const chosen = (name) => form.elements[name].value || asked.get(name) || "";
   const choices = runs.map((run) => [run.number, visible(called(run))]);
   at("judged").hidden = !isJudged();
-  fill(form.elements.run, [["", "all"], ...choices], chosen("run"));
-  fill(form.elements.finish, [["", "all"], ...finishes.map((name) => [name, name])], chosen("finish"));
+  fill(form.elements.run, [["", "all"], ...choices], state.choices.run);
+  fill(form.elements.finish, [["", "all"], ...finishes.map((name) => [name, name])], state.choices.finish);
 }

@@ -8,6 +8,7 @@ const state = {
   sort: asked.get("sort") || "iteration",
   order: asked.get("order") || "desc",
   offset: Number(asked.get("offset") || 0),
+  choices: { run: asked.get("run"), finish: asked.get("finish") }, // until the server names the run or the ending
   rows: [], // responses of the list
   chosen: null, // place of the opened response
   marked: null, // place of the response marked for a diff

@@ -125,6 +125,32 @@ def test_labels_scores_and_the_opened_response_are_in_view(
             assert bottom <= height, selector
 
 
+CHANGED = "form.elements.run.dispatchEvent(new Event('input', { bubbles: true }))"
+
+
+def chosen(browser: Any) -> str:
+    return str(browser.execute_script("return form.elements.run.value"))
+
+
+def test_the_run_of_the_address_is_chosen_until_the_reader_chooses(
+    browser: Any, native_run: Path, tmp_path: Path
+) -> None:
+    runs = [Path(shutil.copytree(native_run, tmp_path / name)) for name in "ab"]
+    with served(tmp_path) as server:
+        look(browser)
+        browser.get(f"{server.address}&run=1")
+        until(lambda: shown(browser), "responses")
+        assert chosen(browser) == "1"
+        write_label(runs[0], Label(name="first", tags=(), notes=""))
+        until(lambda: "first" in text(browser, "#run"), "the label")
+        assert chosen(browser) == "1"
+        browser.execute_script("form.elements.run.value = ''; " + CHANGED)
+        until(lambda: "run=" not in browser.current_url, "the search", 10)
+        write_label(runs[0], Label(name="second", tags=(), notes=""))
+        until(lambda: "second" in text(browser, "#run"), "the next label")
+        assert chosen(browser) == ""
+
+
 def test_a_response_that_is_gone_leaves_the_search_as_it_is(browser: Any, native_run: Path) -> None:
     with served(native_run) as server:
         look(browser)

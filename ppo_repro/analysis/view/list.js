@@ -56,7 +56,7 @@ function showAddress(query) {
 function summaryOf(found) {
   if (!found.total) return "No response matches.";
   const shown = grouped(found.offset + 1) + " to " + grouped(found.offset + found.rows.length);
-  const allJudged = [...state.runs.values()].every((run) => run.judged);
+  const allJudged = found.runs.every((number) => state.runs.get(number)?.judged);
   const right = allJudged ? ", " + say(100 * found.correct, 3) + " % right" : "";
   return shown + " of " + grouped(found.total) + " responses; mean score " + say(found.score, 4) + right;
 }

@@ -173,7 +173,9 @@ def test_a_refused_token_is_not_called_an_ended_server(browser: Any, native_run:
         until(lambda: shown(browser), "responses")
         old_token = "const ask = fetch; window.fetch = (url, how) => ask(url.replace(/token=.*/, 'token=old'), how)"
         browser.execute_script(old_token)
-        until(lambda: "403: open the address that `ppo-repro view` printed" in text(browser, "#said"), "the refusal", 10)
+        until(
+            lambda: "403: open the address that `ppo-repro view` printed" in text(browser, "#said"), "the refusal", 10
+        )
         browser.get_log("browser")
 
 

@@ -51,7 +51,7 @@ class Query:
                 select rowid as id, run, iteration, sequence, score, correct, {sort} as sorted_by
                 from responses where {self.where}),
             whole as (select count(*) as total, avg(score) as score, avg(correct::int) as correct,
-                list(distinct run) as runs from matched),
+                coalesce(list(distinct run), []) as runs from matched),
             page as (select id, run, iteration, sequence, sorted_by from matched {ordered}
                 limit {self.limit} offset {self.offset})
             select id, total, score, correct, runs from whole left join page on true {ordered}"""

@@ -1,6 +1,16 @@
 """Which tokens did the clip change? Each definition of "clipped" is a flag per token.
 
-Flags are computed in float64, with strict inequalities.
+Flags of this file are computed in float64, with strict inequalities. Analyses count tokens as clipped by
+
+    what                                         where                      counted in
+    ratio and advantage, for any clip range      `token_flags`              clipping.py
+    ratio and advantage before any step          `clipped_at_start`         clipping.py, grid_outcomes.py: clip_floor
+    recorded ratio, whatever the advantage       `is_outside`               grid_outcomes.py: outside_fraction
+    recorded flag: the gradient was removed      recorded_flags.py          page_numbers.py, word_clip.py: removed,
+                                                                            grid_outcomes.py: clip_fraction
+    the same in SQL, by response                 view/database.py           the column Clipped of `ppo-repro view`
+    ratio of a whole word                        tokenization/word_clip.py  word_clip.py: word_outside
+    new and old value                            `value_flags`              clipping.py
 """
 
 from __future__ import annotations
@@ -32,8 +42,7 @@ from ppo_repro.statistics.clusters import Floats
 
 Bool = npt.NDArray[np.bool_]
 
-# five flags of ratios that never overlap; a token is `outside` if it has one of them. `recorded_flags.py` has the flags
-# that training recorded
+# five flags of ratios that never overlap; a token is `outside` if it has one of them
 DISJOINT = ("clip_high", "clip_low", "wrong_high", "wrong_low", "outside_without_advantage")
 FLAGS = ("outside", *DISJOINT, "clip_dual", "removed")
 VALUE_FLAGS = ("value_outside", "value_removed")

@@ -205,7 +205,7 @@ const tokenView = (() => {
     show(all.reduce((a, b) => (rank(b[0]) > rank(a[0]) ? b : a))[1]);
     if (key !== "mismatch") return;
     const sizes = data.responses[state.response].columns.delta.map((d) => (typeof d === "number" ? Math.abs(d) : 0));
-    focusable(sizes.indexOf(Math.max(...sizes)));
+    focusable(sizes.reduce((largest, size, i) => (size > sizes[largest] ? i : largest), 0));
   }
 
   function onKey(event) {

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import duckdb
 
+from ppo_repro.analysis.tokenization.recorded_tokenizer import RecordedTokenizer
 from ppo_repro.analysis.view.database import Responses
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.files import MANIFEST, folders_with
@@ -41,6 +42,7 @@ class IndexedRun:
     read: int = 0
     is_gone: bool = False  # its folder was removed
     damaged: dict[int, str] = field(default_factory=dict)  # by iteration
+    tokenizer: tuple[int, RecordedTokenizer] | None = None  # after the first prompt; with the time of its file
 
 
 def _setup(folder: Path, head: Head) -> tuple[Setup, bool]:

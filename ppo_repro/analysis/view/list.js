@@ -56,7 +56,7 @@ function showAddress(query) {
 function summaryOf(found) {
   if (!found.total) return "No response matches.";
   const shown = grouped(found.offset + 1) + " to " + grouped(found.offset + found.rows.length);
-  const allJudged = [...state.runs.values()].every((run) => run.judged);
+  const allJudged = found.runs.every((number) => state.runs.get(number)?.judged);
   const right = allJudged ? ", " + say(100 * found.correct, 3) + " % right" : "";
   return shown + " of " + grouped(found.total) + " responses; mean score " + say(found.score, 4) + right;
 }
@@ -151,9 +151,8 @@ function lineAboutRuns({ runs, others, damaged }) {
 
 function fillChoices({ runs, finishes }) {
   const called = (run) => nameOf(run) + (nameOf(run) === run.folder ? "" : " (" + run.folder + ")");
-  const chosen = (name) => form.elements[name].value || asked.get(name) || "";
   const choices = runs.map((run) => [run.number, visible(called(run))]);
   at("judged").hidden = !isJudged();
-  fill(form.elements.run, [["", "all"], ...choices], chosen("run"));
-  fill(form.elements.finish, [["", "all"], ...finishes.map((name) => [name, name])], chosen("finish"));
+  fill(form.elements.run, [["", "all"], ...choices], state.choices.run);
+  fill(form.elements.finish, [["", "all"], ...finishes.map((name) => [name, name])], state.choices.finish);
 }

@@ -9,7 +9,7 @@ import duckdb
 import pandas as pd
 
 from ppo_repro.analysis.report.data import token_data
-from ppo_repro.analysis.tokenization.recorded_tokenizer import PATHS, load_tokenizer
+from ppo_repro.analysis.tokenization.recorded_tokenizer import PATHS, RecordedTokenizer, load_tokenizer
 from ppo_repro.analysis.view.database import Responses, pattern, source
 from ppo_repro.analysis.view.index import IndexedRun
 from ppo_repro.base.errors import UserError
@@ -37,9 +37,18 @@ def tokens_of_response(responses: Responses, run: IndexedRun, row: Mapping[str, 
 
 def decoded_prompt(responses: Responses, run: IndexedRun, iteration: int, sequence: int) -> str | None:
     """Return the prompt decoded from its tokens, with special tokens; None if the run has no tokenizer yet."""
-    path = next((run.folder / name for name in PATHS if (run.folder / name).is_file()), None)
     file = source([pattern(manifest.table_path(run.folder, "sequences", iteration))])
     rows = responses.rows(f"select prompt_ids from {file} where sequence = ?", [sequence])
-    if path is None or not rows:
+    tokenizer = _tokenizer(run)
+    return tokenizer.decode_all(rows[0]["prompt_ids"]) if tokenizer and rows else None
+
+
+def _tokenizer(run: IndexedRun) -> RecordedTokenizer | None:
+    """Return the tokenizer of a run, loaded once until its file changes; None if the run has no tokenizer yet."""
+    path = next((run.folder / name for name in PATHS if (run.folder / name).is_file()), None)
+    if path is None:
         return None
-    return load_tokenizer(path).decode_all(rows[0]["prompt_ids"])
+    loaded, changed = run.tokenizer, path.stat().st_mtime_ns
+    if loaded is None or loaded[0] != changed:  # another run may have the folder now
+        loaded = run.tokenizer = changed, load_tokenizer(path)
+    return loaded[1]

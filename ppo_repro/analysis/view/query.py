@@ -43,17 +43,18 @@ class Query:
     run: int | None
 
     def page(self) -> str:
-        """Return SQL for the rowids of a page; each row also has count, mean score and right share of all."""
+        """Return SQL for the rowids of a page; each row also has count, mean score, right share and runs of all."""
         sort, order = self.order.split(maxsplit=1)
         ordered = f"order by sorted_by {order}, run, iteration, sequence"
         # sorts few columns; the other columns of the page are read by rowid
         return f"""with matched as materialized (
                 select rowid as id, run, iteration, sequence, score, correct, {sort} as sorted_by
                 from responses where {self.where}),
-            whole as (select count(*) as total, avg(score) as score, avg(correct::int) as correct from matched),
+            whole as (select count(*) as total, avg(score) as score, avg(correct::int) as correct,
+                coalesce(list(distinct run), []) as runs from matched),
             page as (select id, run, iteration, sequence, sorted_by from matched {ordered}
                 limit {self.limit} offset {self.offset})
-            select id, total, score, correct from whole left join page on true {ordered}"""
+            select id, total, score, correct, runs from whole left join page on true {ordered}"""
 
     def everything(self) -> str:
         """Return SQL for all rows in order."""

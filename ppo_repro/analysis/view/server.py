@@ -96,7 +96,7 @@ def _responses(index: Index, asked: Asked) -> Answer:
         f"select rowid as id, {ROW} from responses where rowid in (select unnest(?::bigint[]))", [ids]
     )
     by_id = {row.pop("id"): row for row in rows}
-    summary = {name: matches[0][name] for name in ("total", "score", "correct")}
+    summary = {name: matches[0][name] for name in ("total", "score", "correct", "runs")}
     return {**summary, "offset": query.offset, "rows": [by_id[i] for i in ids if i in by_id]}
 
 

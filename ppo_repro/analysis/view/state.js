@@ -8,6 +8,7 @@ const state = {
   sort: asked.get("sort") || "iteration",
   order: asked.get("order") || "desc",
   offset: Number(asked.get("offset") || 0),
+  choices: { run: asked.get("run"), finish: asked.get("finish") }, // until the server names the run or the ending
   rows: [], // responses of the list
   chosen: null, // place of the opened response
   marked: null, // place of the response marked for a diff
@@ -23,7 +24,9 @@ async function ask(name, params = {}) {
   const call = (state.calls[name] = new AbortController());
   try {
     const address = "/api/" + name + "?" + new URLSearchParams({ ...params, token });
-    const found = await (await fetch(address, { signal: call.signal })).json();
+    const answer = await fetch(address, { signal: call.signal });
+    const isJson = (answer.headers.get("Content-Type") || "").startsWith("application/json");
+    const found = isJson ? await answer.json() : { error: await answer.text() }; // a refused token is plain text
     showError(name, found.error || "");
     return found.error ? null : found;
   } catch (error) {

@@ -70,9 +70,15 @@ async function showSnippet() {
 
 function listen() {
   document.addEventListener("keydown", pressed);
-  form.addEventListener("input", searchSoon);
+  form.addEventListener("input", ({ target }) => {
+    if (target.name in state.choices) state.choices[target.name] = target.value;
+    searchSoon();
+  });
   form.addEventListener("submit", (event) => { event.preventDefault(); searchAgain(); });
-  form.addEventListener("reset", () => setTimeout(searchAgain));
+  form.addEventListener("reset", () => {
+    state.choices = { run: "", finish: "" };
+    setTimeout(searchAgain);
+  });
   document.querySelector("#list thead").addEventListener("click", (event) => {
     if (event.target.dataset.sort) sortBy(event.target.dataset.sort);
   });

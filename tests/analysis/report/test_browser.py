@@ -103,6 +103,22 @@ def test_tokens_by_pointer(browser: Any, pages: dict[str, Path]) -> None:
     assert browser.get_log("browser") == []
 
 
+LONG = """
+  const data = JSON.parse(at("token-data").textContent);
+  const response = data.responses.find((found) => found.why.includes("mismatch"));
+  const repeated = (values, value) => [...Array(arguments[0]).fill(value), ...values];
+  for (const name of ["texts", "ids", "special"]) response[name] = repeated(response[name], response[name][0]);
+  for (const key of Object.keys(response.columns)) response.columns[key] = repeated(response.columns[key], null);
+  tokenView.load({ ...data, responses: [response] });
+  return [...document.querySelectorAll("#tv-tokens [role=option]")].findIndex((token) => token.tabIndex === 0)"""
+
+
+def test_the_largest_mismatch_of_a_response_of_any_length_is_found(browser: Any, pages: dict[str, Path]) -> None:
+    opened(browser, pages["native"])
+    short, long = (browser.execute_script(LONG, more) for more in (0, 150_000))
+    assert long == 150_000 + short
+
+
 CUT = """
   const box = (node) => node.getBoundingClientRect();
   const within = (a, b) => a.left > b.left - 1 && a.right < b.right + 1 && a.top > b.top - 1 && a.bottom < b.bottom + 1;

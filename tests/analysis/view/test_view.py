@@ -6,6 +6,7 @@ import contextlib
 import csv
 import io
 import json
+import os
 import shutil
 import threading
 import time
@@ -21,7 +22,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from ppo_repro.analysis.view import database
+from ppo_repro.analysis.tokenization.recorded_tokenizer import RecordedTokenizer, load_tokenizer
+from ppo_repro.analysis.view import database, one_response
 from ppo_repro.analysis.view import index as index_module
 from ppo_repro.analysis.view.database import Responses
 from ppo_repro.analysis.view.query import parsed, snippet
@@ -201,6 +203,25 @@ def test_queries_find_what_the_files_hold_and_the_snippet_and_the_csv_find_the_s
         parts = api(server, "diff", run=0, iteration=first["iteration"], sequence=first["sequence"], **other)["parts"]
         assert "".join(text for kind, text in parts if kind != "+") == first["response"]
         assert "".join(text for kind, text in parts if kind != "-") == both[-1]["response"]
+
+
+def test_the_tokenizer_of_a_run_is_loaded_once_until_its_file_changes(
+    native_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, loads = Path(shutil.copytree(native_run, tmp_path / "run")), list[Path]()
+
+    def counted(path: Path) -> RecordedTokenizer:
+        loads.append(path)
+        return load_tokenizer(path)
+
+    monkeypatch.setattr(one_response, "load_tokenizer", counted)
+    with served(run) as server:
+        prompts = [api(server, "response", run=0, iteration=0, sequence=k)["rendered"] for k in (0, 1)]
+        assert all(prompts)
+        assert len(loads) == 1
+        os.utime(loads[0], ns=(0, 0))
+        assert api(server, "response", run=0, iteration=0, sequence=0)["rendered"] == prompts[0]
+        assert len(loads) == 2
 
 
 def test_a_snippet_survives_any_path_and_text(hostile: Server) -> None:
@@ -407,7 +428,8 @@ def test_mistakes_of_the_command_are_one_line(tmp_path: Path, cli: Cli, monkeypa
     with served(tmp_path) as server:
         port = server.socket.getsockname()[1]
         assert f"--port {port}: cannot be used" in cli.refusal("view", tmp_path, "--port", str(port))
-        assert api(server, "responses") == {"total": 0, "score": None, "correct": None, "offset": 0, "rows": []}
+        nothing = {"total": 0, "score": None, "correct": None, "runs": [], "offset": 0, "rows": []}
+        assert api(server, "responses") == nothing
         code, text, _ = get(server, "/api/snippet", {"token": server.token})
         assert (code, json.loads(text)["error"]) == (400, "there is no run now, so there is nothing to find")
     with pytest.raises(UserError, match="--port 99999: cannot be used"):

@@ -125,6 +125,60 @@ def test_labels_scores_and_the_opened_response_are_in_view(
             assert bottom <= height, selector
 
 
+CHANGED = "form.elements.run.dispatchEvent(new Event('input', { bubbles: true }))"
+
+
+def chosen(browser: Any) -> str:
+    return str(browser.execute_script("return form.elements.run.value"))
+
+
+def test_the_run_of_the_address_is_chosen_until_the_reader_chooses(
+    browser: Any, native_run: Path, tmp_path: Path
+) -> None:
+    runs = [Path(shutil.copytree(native_run, tmp_path / name)) for name in "ab"]
+    with served(tmp_path) as server:
+        look(browser)
+        browser.get(f"{server.address}&run=1")
+        until(lambda: shown(browser), "responses")
+        assert chosen(browser) == "1"
+        write_label(runs[0], Label(name="first", tags=(), notes=""))
+        until(lambda: "first" in text(browser, "#run"), "the label")
+        assert chosen(browser) == "1"
+        browser.execute_script("form.elements.run.value = ''; " + CHANGED)
+        until(lambda: "run=" not in browser.current_url, "the search", 10)
+        write_label(runs[0], Label(name="second", tags=(), notes=""))
+        until(lambda: "second" in text(browser, "#run"), "the next label")
+        assert chosen(browser) == ""
+
+
+def test_the_line_about_the_responses_has_the_right_share_if_each_of_their_runs_is_judged(
+    browser: Any, native_run: Path, tmp_path: Path
+) -> None:
+    for name in "ab":
+        shutil.copytree(native_run, tmp_path / name)
+    with served(tmp_path) as server:
+        server.index.runs[1].is_judged = False
+        for run, is_judged in (("", False), ("0", True), ("1", False)):
+            look(browser)
+            browser.get(f"{server.address}&run={run}")
+            until(lambda: " of " in text(browser, "#found"), "responses")
+            until(lambda run=run: chosen(browser) == run, "the run")  # type: ignore[misc]
+            assert ("% right" in text(browser, "#found")) is is_judged
+
+
+def test_a_refused_token_is_not_called_an_ended_server(browser: Any, native_run: Path) -> None:
+    with served(native_run) as server:
+        look(browser)
+        browser.get(server.address)
+        until(lambda: shown(browser), "responses")
+        old_token = "const ask = fetch; window.fetch = (url, how) => ask(url.replace(/token=.*/, 'token=old'), how)"
+        browser.execute_script(old_token)
+        until(
+            lambda: "403: open the address that `ppo-repro view` printed" in text(browser, "#said"), "the refusal", 10
+        )
+        browser.get_log("browser")
+
+
 def test_a_response_that_is_gone_leaves_the_search_as_it_is(browser: Any, native_run: Path) -> None:
     with served(native_run) as server:
         look(browser)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from ppo_repro.analysis.report.data.metrics import ANY, PageContent, Quantity
+from ppo_repro.analysis.report.data.metrics import PageContent, Quantity
 from ppo_repro.analysis.report.data.run_curves import OneRun, read_run
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.files import MANIFEST, folders_with
@@ -148,8 +148,8 @@ def _finals(settings: Mapping[Setting, Sequence[OneRun]]) -> tuple[list[Quantity
 
 def largest_possible(runs: FolderRuns, result: Quantity) -> float:
     """Return the largest difference of a result that two runs can have; infinite without a limit."""
-    if not result.is_score:
-        low, high = next((m.possible for m in runs.content.metrics if m.key == result.key and m.possible), ANY)
+    if (possible := runs.content.possible_of(result)) is not None:
+        low, high = possible
         return high - low
     ends = [run.facts.config.reward.score_range for run in runs.listed if isinstance(run.facts.config, RunConfig)]
     return max(high for _, high in ends) - min(low for low, _ in ends)
@@ -157,7 +157,7 @@ def largest_possible(runs: FolderRuns, result: Quantity) -> float:
 
 def largest_recorded(runs: FolderRuns, result: Quantity) -> float:
     """Return the largest difference of two scores of sampled responses; infinite for a result that is no score."""
-    if not result.is_score:
+    if runs.content.possible_of(result) is not None:
         return math.inf
     scores = [
         reader.read_sequences(run.facts.run_dir, iterations=run.facts.manifest.own_iterations, columns=["scores"])

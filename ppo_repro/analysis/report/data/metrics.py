@@ -39,7 +39,6 @@ class Quantity:
     key: str
     title: str
     label: str = ""  # in the legend of the first chart, on the page of one run
-    is_score: bool = False  # whether it is a mean of scores, whose range depends on the reward
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +60,10 @@ class PageContent:
     def metrics(self) -> tuple[Plotted, ...]:
         """Return all metrics."""
         return self.learning + self.optimisation + self.beside_mismatch
+
+    def possible_of(self, quantity: Quantity) -> Range | None:
+        """Return the range of the metric with the key of a quantity, as `Plotted.possible`; ANY without a metric."""
+        return next((metric.possible for metric in self.metrics if metric.key == quantity.key), ANY)
 
     @property
     def accuracies(self) -> set[str]:
@@ -181,9 +184,9 @@ CONTENT = {
         samples="responses",
         results=(
             Quantity("eval_accuracy", "held-out accuracy"),
-            Quantity("eval_score", "held-out score", is_score=True),
+            Quantity("eval_score", "held-out score"),
         ),
-        last_value=Quantity("score_mean", "last score", is_score=True),
+        last_value=Quantity("score_mean", "last score"),
         totals=(Quantity("sequences", "responses"), Quantity("tokens", "response tokens")),
         beside_mismatch=(DRAWS,),
     ),

@@ -41,17 +41,17 @@ class OneRun:
     """One run of a page about several: its facts, the table `iterations`, and its curves."""
 
     facts: Facts
-    iterations: pd.DataFrame
+    iterations: pd.DataFrame  # without the iterations that a fork copied, which have the settings of its origin
     curves: pd.DataFrame  # a frame of curves
 
     @property
     def unequal(self) -> int:
-        """Return the number of log-probs that differ between sampler and trainer."""
+        """Return the number of log-probs that differ between sampler and trainer, without copied iterations."""
         return int(self.iterations["unequal_old_rollout_logprobs"].sum())
 
     @property
     def tokens(self) -> int:
-        """Return the number of response tokens, or of environment steps."""
+        """Return the number of response tokens, or of environment steps, without copied iterations."""
         return int(self.iterations["tokens"].sum())
 
 
@@ -59,7 +59,7 @@ def read_run(run_dir: Path) -> OneRun:
     """Read a run of any kind. Raises UserError if it is damaged or has no complete iteration."""
     facts = read_facts(run_dir)
     iterations, steps = summary_tables(facts)
-    return OneRun(facts, iterations, run_curves(facts, iterations, steps))
+    return OneRun(facts, facts.without_copied(iterations), run_curves(facts, iterations, steps))
 
 
 def summary_tables(facts: Facts) -> tuple[pd.DataFrame, pd.DataFrame]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import pandas as pd
@@ -16,6 +17,25 @@ from ppo_repro.analysis.report.sections.curves import MANY_SEEDS
 from ppo_repro.analysis.significance import detectable, finite_of, holm
 from ppo_repro.config.files import read_tree
 from ppo_repro.records.grid import CELLS, GRID, axes_of, read_grid_table
+
+
+@dataclass(frozen=True)
+class Differences:
+    """Differences of a grid's settings from its first setting, paired by seed.
+
+    `rows` are the rows of `comparisons`, with a column more: `detectable`, the difference that the seeds show with
+    probability 0.8.
+    """
+
+    first: str  # the setting from which the others differ
+    seeds: int
+    largest: float  # difference that two results can have
+    rows: pd.DataFrame
+
+    @property
+    def is_clear(self) -> pd.Series:
+        """Return whether each row has p below 0.05."""
+        return self.rows["p_holm"] < 0.05
 
 
 def answer_cards(
@@ -34,18 +54,20 @@ def answer_cards(
     sentences = [str(tree["question"]), f"Expected: {tree['expectation']}"]
     if axes := [axis for axis in tree.get("axes") or () if axis != "setting"]:
         sentences.append(f"Settings are named by {', '.join(axes)}.")
-    answer, compared = _answer(finals, result, possible, min(possible, recorded))
+    question = Card("What was the question?", [Statement("fact", text) for text in sentences])
+    if reason := _why_not_compared(finals, result):
+        return [question, Card("What is the answer?", [Statement("fact", reason)], chart=chart)]
+    found = _differences(finals, result.key, possible, min(possible, recorded))
+    caption = "p with Holm's correction; smallest detectable difference: found with probability 0.8"
     cards = [
-        Card("What was the question?", [Statement("fact", text) for text in sentences]),
-        Card("What is the answer?", answer, chart=chart),
+        question,
+        Card("What is the answer?", _statements(found, result.title), chart=chart),
+        Card("Differences, paired by seed", blocks=[scrolled(table(_table(found), caption))]),
     ]
-    if len(compared):
-        caption = "p with Holm's correction; smallest detectable difference: found with probability 0.8"
-        cards.append(Card("Differences, paired by seed", blocks=[scrolled(table(compared, caption))]))
-        effects = main_effects(folder, finals, result)
-        if len(effects):
-            how = [Statement("fact", "Each row averages a seed over the settings of the other axes.")]
-            cards.append(Card("Main effects of the axes", how, [scrolled(table(effects, "p with Holm's correction"))]))
+    effects = main_effects(folder, finals, result)
+    if len(effects):
+        how = [Statement("fact", "Each row averages a seed over the settings of the other axes.")]
+        cards.append(Card("Main effects of the axes", how, [scrolled(table(effects, "p with Holm's correction"))]))
     return cards
 
 
@@ -96,51 +118,67 @@ def _columns(compared: pd.DataFrame, name: str) -> dict[str, list[str]]:
     }
 
 
-def _answer(
-    finals: pd.DataFrame, result: Quantity, possible: float, largest: float
-) -> tuple[list[Statement], pd.DataFrame]:
-    """Return sentences about the differences from the first setting, and the table of all differences."""
-    points = [str(point) for point in finals["point"].unique()]
+def _why_not_compared(finals: pd.DataFrame, result: Quantity) -> str:
+    """Return why settings have no differences with intervals; "" if they have."""
     seeds = finals.groupby("point")["seed"].apply(frozenset)
-    if len(points) < 2:
-        text = f"There is one setting: {result.title} {spread(finals[result.key])}."
-        return [Statement("fact", text)], pd.DataFrame()
+    if len(seeds) < 2:
+        return f"There is one setting: {result.title} {spread(finals[result.key])}."
     if seeds.nunique() > 1 or len(seeds.iloc[0]) < 2:
-        text = "No differences with intervals: they need the same seeds, at least two, in every setting."
-        return [Statement("fact", text)], pd.DataFrame()
-    compared, count = comparisons(finals, result.key, points[0]), len(seeds.iloc[0])
-    compared[["ci_lo", "ci_hi"]] = compared[["ci_lo", "ci_hi"]].clip(-possible, possible)
-    is_clear = compared["p_holm"] < 0.05
+        return "No differences with intervals: they need the same seeds, at least two, in every setting."
+    return ""
+
+
+def _differences(finals: pd.DataFrame, column: str, possible: float, largest: float) -> Differences:
+    """Compare each setting with the first one, by a column of `finals`."""
+    first, *others = (str(point) for point in finals["point"].unique())
+    rows = comparisons(finals, column, first)
+    rows[["ci_lo", "ci_hi"]] = rows[["ci_lo", "ci_hi"]].clip(-possible, possible)
+    rows["detectable"] = _detectable(finals, column, [first, *others])
+    return Differences(first, finals["seed"].nunique(), largest, rows)
+
+
+def _statements(found: Differences, title: str) -> list[Statement]:
+    """Return the sentence of the answer, and one about each setting that differs from the first one."""
+    rows, is_clear = found.rows, found.is_clear
+    test = f"paired t-tests over {found.seeds} seeds, Holm's correction, p below 0.05"
+    answer = f"{is_clear.sum()} of {len(rows)} settings differ from `{found.first}` in {title} ({test})."
+    if lost := int(rows["difference"].isna().sum()):
+        answer += f" {lost} of {len(rows)} cannot be compared, because a result is not finite."
     differing = [
         Statement(
             "differs",
             f"`{row.point}`: {row.difference:+.3f}, between {row.ci_lo:+.3f} and {row.ci_hi:+.3f} (p {row.p_holm:.2g})",
         )
-        for row in compared[is_clear].itertuples()
+        for row in rows[is_clear].itertuples()
     ]
-    test = f"paired t-tests over {count} seeds, Holm's correction, p below 0.05"
-    answer = f"{is_clear.sum()} of {len(compared)} settings differ from `{points[0]}` in {result.title} ({test})."
-    if lost := int(compared["difference"].isna().sum()):
-        answer += f" {lost} of {len(compared)} cannot be compared, because a result is not finite."
-    detected = _detectable(finals, result.key, points)
-    undetected = float(pd.Series(detected)[~is_clear].max())
-    if undetected > largest:
-        answer += (
-            f" {count} seeds can show nothing here: with probability 0.8 they find a difference of "
-            f"{number(undetected, 2)} or more, and two values differ by {number(largest, 2)} at most."
+    return [Statement("fact", answer + _power(found)), *differing]
+
+
+def _power(found: Differences) -> str:
+    """Say which difference the seeds would have shown in every setting that has no clear one; "" if all have one."""
+    undetected = float(found.rows["detectable"][~found.is_clear].max())
+    if undetected > found.largest:
+        return (
+            f" {found.seeds} seeds can show nothing here: with probability 0.8 they find a difference of "
+            f"{number(undetected, 2)} or more, and two values differ by {number(found.largest, 2)} at most."
         )
-    elif undetected > 0:
-        answer += f" A difference of {number(undetected, 2)} or more would have been found with probability 0.8."
-    differences = pd.DataFrame(
+    if undetected > 0:
+        return f" A difference of {number(undetected, 2)} or more would have been found with probability 0.8."
+    return ""
+
+
+def _table(found: Differences) -> pd.DataFrame:
+    """Return the table of all differences, as text."""
+    sizes = found.rows["detectable"]
+    return pd.DataFrame(
         {
-            "setting": compared["point"],
-            **_columns(compared, f"minus {points[0]}"),
+            "setting": found.rows["point"],
+            **_columns(found.rows, f"minus {found.first}"),
             "smallest detectable difference": [
-                "too few seeds" if effect > largest else number(effect, 2) for effect in detected
+                "too few seeds" if size > found.largest else number(size, 2) for size in sizes
             ],
         }
     )
-    return [Statement("fact", answer), *differing], differences
 
 
 def _detectable(finals: pd.DataFrame, column: str, points: Sequence[str]) -> list[float]:

@@ -229,7 +229,7 @@ def test_causes_not_words_tell_hypotheses_apart() -> None:
 
     def of(cause: Cause, x: float | None, left: float, explains: bool = True) -> Hypothesis:
         candidate = Candidate(replace(together(cause), value=x), torch.tensor([left]))
-        return Hypothesis(candidate, explains, "these words", "", cause.deviations)
+        return Hypothesis(candidate, explains, "these words")
 
     def combinations(found: Sequence[Hypothesis]) -> list[Combination]:
         return [t.candidate.combination for t in found]

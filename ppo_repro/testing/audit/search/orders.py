@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from ppo_repro.testing.advice import ADVICE
-from ppo_repro.testing.audit import limits
 from ppo_repro.testing.audit.measure import errors_of, is_rounding, rms
 from ppo_repro.testing.audit.search.combination import PLAIN
 from ppo_repro.testing.audit.search.hypothesis import Hypothesis, Pattern
@@ -49,7 +47,5 @@ def of_other_orders(trial: Trial) -> Iterator[Hypothesis]:
                 candidate=Candidate(PLAIN, torch.cat(parts)),
                 explains=True,
                 words=words,
-                advice=ADVICE["shuffled"].mend,
-                deviations=limits.PATTERN,
                 pattern=pattern,
             )

@@ -104,10 +104,10 @@ def _explains_zeros(trial: Trial, combination: Combination) -> bool:
     """Return whether the causes predict the zeros of the tried tokens; False if the side has zeros only elsewhere."""
     predicted, is_one_tried = list[torch.Tensor](), False
     for values, w in zip(trial.predictor(combination, trial.many), trial.many.windows, strict=True):
-        numbers = trial.numbers[w.response]
+        numbers = trial.tried_numbers[w.response]
         predicted.append(values[numbers.counts[w.here] & (numbers.recorded[w.here] == 0)])
         is_one_tried |= bool(numbers.unlikely_zeros[w.here].any())
-    if not is_one_tried and any(bool(numbers.unlikely_zeros.any()) for numbers in trial.numbers):
+    if not is_one_tried and any(bool(numbers.unlikely_zeros.any()) for numbers in trial.tried_numbers):
         return False
     return bool((torch.cat(predicted).abs() <= trial.tolerance).all())
 

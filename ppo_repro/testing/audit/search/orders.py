@@ -15,8 +15,8 @@ from ppo_repro.testing.audit.search.trial import Candidate, Trial
 
 def of_other_orders(trial: Trial) -> Iterator[Hypothesis]:
     """Yield the hypotheses that the numbers are log-probs of other responses, or of other tokens of the response."""
-    recorded = [one.recorded[one.usable].cpu() for one in trial.numbers]
-    right = [one.reference[one.usable].cpu() for one in trial.numbers]
+    recorded = [one.recorded[one.usable].cpu() for one in trial.tried_numbers]
+    right = [one.reference[one.usable].cpu() for one in trial.tried_numbers]
 
     def fits(i: int, errors: Tensor) -> bool:
         # if only few tokens are wrong, the numbers are in the right order

@@ -71,9 +71,9 @@ def _first_tokens(responses: Sequence[DumpedResponse], count: int) -> list[Dumpe
     for r in responses:
         if not left:
             break
-        counting = np.flatnonzero(r.counts)[:left]
-        found.append(_cut_after(r, int(counting[-1])))
-        left -= len(counting)
+        counting = np.flatnonzero(r.counts)
+        found.append(r if len(counting) <= left else _cut_after(r, int(counting[left - 1])))
+        left -= min(left, len(counting))
     return found
 
 

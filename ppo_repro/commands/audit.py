@@ -13,14 +13,13 @@ from ppo_repro.base.errors import UserError
 from ppo_repro.base.files import require_ours, whole_file
 from ppo_repro.base.output import print_result, say
 from ppo_repro.commands.values import count, number, path, positive, run_path
+from ppo_repro.testing.dump_formats import FORMATS
 
 if TYPE_CHECKING:
     from ppo_repro.testing.audit.recorded_run import RunDump
     from ppo_repro.testing.audit.stack import StackModel, StackSampling
     from ppo_repro.testing.dumps import DumpedResponse
 
-# the names of `dumps.FORMATS`, which a test compares: the command line starts without NumPy
-FORMATS = "ppo_repro, verl, trl, slime, prime-rl or areal (default: told from the columns)"
 MEANS = ("auto", "raw", "tempered", "processed")
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # options, as StackSampling names them
 
@@ -30,7 +29,9 @@ def add_options(add: Callable[..., argparse.Action]) -> None:
     about = "responses with two log-probs a token; or a run folder or `latest`, which has all"
     add("dump", metavar="DUMP", type=run_path, help=about)
     add("--model", metavar="FOLDER", type=path, help="the weights that made the dump")
-    add("--format", help=f"the stack that wrote the dump: {FORMATS}")
+    *stacks, last = FORMATS
+    about = f"the stack that wrote the dump: {', '.join(stacks)} or {last} (default: told from the columns)"
+    add("--format", help=about)
     temperature = number(lambda x: 1e-6 <= x < math.inf, "a finite number of at least 1e-06")
     add("--temperature", type=temperature, help="what both sides divide logits by (default 1, if that explains them)")
     fraction = number(lambda x: 0 < x <= 1, "a number above 0 and at most 1")

@@ -1,18 +1,18 @@
 """Assertions and a diagnosis of dumps of log-probs and recorded runs, and checks of losses and advantage estimators.
 
-The checks need torch, which their first use imports.
+The first use of a name imports its file, and with it pandas or torch. So the command line, which lists the formats of
+dumps, starts without them.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from ppo_repro.testing.diagnosis import Diagnosis, diagnose
-from ppo_repro.testing.dumps import Names
-from ppo_repro.testing.golden import assert_matches_golden
-from ppo_repro.testing.guard import assert_mismatch_below
-
 if TYPE_CHECKING:
     from ppo_repro.testing.advantages import PaddedAdvantageBatch, check_advantages
+    from ppo_repro.testing.diagnosis import Diagnosis, diagnose
+    from ppo_repro.testing.dump_formats import Names
+    from ppo_repro.testing.golden import assert_matches_golden
+    from ppo_repro.testing.guard import assert_mismatch_below
     from ppo_repro.testing.losses import LossBatch, check_loss
 
 __all__ = [
@@ -26,11 +26,18 @@ __all__ = [
     "check_loss",
     "diagnose",
 ]
-_NEED_TORCH = {"advantages": ("PaddedAdvantageBatch", "check_advantages"), "losses": ("LossBatch", "check_loss")}
+_FILES = {
+    "advantages": ("PaddedAdvantageBatch", "check_advantages"),
+    "diagnosis": ("Diagnosis", "diagnose"),
+    "dump_formats": ("Names",),
+    "golden": ("assert_matches_golden",),
+    "guard": ("assert_mismatch_below",),
+    "losses": ("LossBatch", "check_loss"),
+}
 
 
 def __getattr__(name: str) -> Any:
-    for home, names in _NEED_TORCH.items():
+    for file, names in _FILES.items():
         if name in names:
-            return getattr(import_module(f"{__name__}.{home}"), name)
+            return getattr(import_module(f"{__name__}.{file}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

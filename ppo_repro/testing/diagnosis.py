@@ -20,7 +20,7 @@ import pandas as pd
 from ppo_repro.base.errors import UserError
 from ppo_repro.statistics.mismatch_metrics import MismatchSums, merged_sums, metric_values, mismatch_sums, with_mismatch
 from ppo_repro.testing.advice import ADVICE, CauseName
-from ppo_repro.testing.dumps import Names
+from ppo_repro.testing.dump_formats import Names
 from ppo_repro.testing.evidence import (
     GroupColumn,
     GroupSums,

@@ -1,15 +1,14 @@
 """Read dumps: responses with the log-probs of sampler and trainer, from files of any training stack.
 
 A dump is JSON Lines, Parquet, a `.pt` file of tensors and lists (whose code is never run) or a data frame. A row is a
-response or a token. A missing column is an error, and so are lists of different lengths. Only a `.pt` file imports
-torch.
+response or a token. A missing column is an error, and so are lists of different lengths.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from itertools import chain, groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -17,31 +16,15 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from ppo_repro.base.errors import UserError, is_out_of_memory
-from ppo_repro.base.json_lines import read_lines
+from ppo_repro.base.errors import UserError
 from ppo_repro.base.output import shown
+from ppo_repro.testing.dump_files import file_rows
+from ppo_repro.testing.dump_formats import EXTRA, OF_RESPONSE, DumpRow, Names, names_of, no_column
 
 if TYPE_CHECKING:
     import pandas as pd
 
 ABOVE_0 = 1e-3  # nats; a log-prob may be so much above 0, by rounding
-SUFFIXES = (".jsonl", ".parquet", ".pt")
-INSIDE = ("samples", "rollout_data")  # slime's names for the rows, or the columns
-# other numbers of each token, and their names in dumps: first ours, then names of stacks
-EXTRA = {
-    "entropies": ("entropies", "entropy", "entropys"),
-    "prob_sq_sums": ("prob_sq_sums", "sum_pi_squared"),
-    "cumulative_probs": ("cumulative_probs",),
-    "log_kept_mass": ("log_kept_mass",),
-    "logprobs_b_again": ("logprobs_b_again",),
-    "token_id_b": ("token_id_b",),
-    "pad_length": ("pad_length",),
-    "steps_since_sync": ("steps_since_sync",),
-    "prompt_differs": ("prompt_differs",),
-    "advantages": ("advantages",),
-}
-OF_RESPONSE = ("pad_length", "steps_since_sync", "prompt_differs")  # may be one number for all tokens of a response
-DumpRow = Mapping[str, Any]
 Array = npt.NDArray[Any]
 Kind = Literal["log-probs in nats", "numbers", "token ids", "positions", "0 and 1"]
 _DTYPES = {
@@ -51,45 +34,6 @@ _DTYPES = {
     "positions": "iu",
     "0 and 1": "fiub",
 }  # kinds of NumPy
-
-
-@dataclass(frozen=True)
-class Names:
-    """Columns of a dump, None for no column. Only the log-probs, in nats, must be in every file."""
-
-    sampler: str
-    trainer: str
-    mask: str | None = None  # 1: the token counts; 0: the token is only context. Without a mask all tokens count
-    tokens: str | None = None  # ids of the response, or of the whole sequence if there is no prompt
-    prompt: str | None = None
-    padding_mask: str | None = None  # 0 for padding of the prompt, or of the whole sequence
-    response_length: str | None = None  # number of entries at the end of `tokens` that are the response
-    iteration: str = "iteration"
-    ahead: tuple[str, ...] = ()  # columns whose entry i is about token i + 1
-    all_ahead_with: str | None = None  # in a file with this column all numbers of tokens are ahead, but no ids
-
-    @property
-    def has_whole_sequences(self) -> bool:
-        """Return whether `tokens` has the prompt too, and no column says where the response begins."""
-        return self.prompt is None and self.response_length is None
-
-
-FORMATS = {
-    "ppo_repro": Names("rollout_logprobs", "old_logprobs", "mask", "response_ids", "prompt_ids"),
-    "verl": Names("rollout_log_probs", "old_log_probs", "response_mask", "responses", "prompts", "attention_mask"),
-    "trl": Names(
-        *("sampling_per_token_logps", "old_per_token_logps", "completion_mask", "completion_ids", "prompt_ids"),
-        padding_mask="prompt_mask",
-    ),
-    "slime": Names("rollout_log_probs", "log_probs", "loss_masks", "tokens", response_length="response_lengths"),
-    "prime-rl": Names("inference_logprobs", "trainer_logprobs", "loss_mask", "token_ids", iteration="step"),
-    "areal": Names(
-        *("logprobs", "prox_logp", "loss_mask", "input_ids"),
-        padding_mask="attention_mask",
-        ahead=("prox_logp",),
-        all_ahead_with="advantages",
-    ),
-}
 
 
 @dataclass(frozen=True)
@@ -116,23 +60,6 @@ class DumpedResponse:
         return np.cumsum(np.diff(self.counts.astype(np.int64), prepend=0) == 1)
 
 
-def names_of(where: str, columns: Iterable[str], form: str | None = None) -> Names:
-    """Return the column names of a format, or of the only format that fits. Raises UserError if none or several fit."""
-    there = dict.fromkeys(columns)
-    if form is not None:
-        if form not in FORMATS:
-            raise UserError(f"--format or names = {form!r}: must be one of {', '.join(FORMATS)}")
-        return FORMATS[form]
-    fits = [names for names in FORMATS.values() if {names.sampler, names.trainer} <= there.keys()]
-    if len(fits) != 1:
-        known = "; ".join(f"{n.sampler} and {n.trainer} ({stack})" for stack, n in FORMATS.items())
-        raise UserError(
-            f"{where}: must have the two log-probs of one stack, {known}; there are "
-            f"{shown(', '.join(map(str, there)))}; say which with --format, or names=ppo_repro.testing.Names(...)"
-        )
-    return fits[0]
-
-
 def read_dump(source: Path | str | pd.DataFrame, names: Names | str | None = None) -> Iterator[DumpedResponse]:
     """Yield in order the responses of a dump; a response without a token that counts has n = 0.
 
@@ -140,7 +67,7 @@ def read_dump(source: Path | str | pd.DataFrame, names: Names | str | None = Non
     names the row.
     """
     if isinstance(source, Path | str):
-        with closing(_file_rows(Path(source), names)) as rows:  # a wrong row closes the file at once
+        with closing(file_rows(Path(source), names)) as rows:  # a wrong row closes the file at once
             yield from _responses(str(source), rows, names)
     else:
         yield from _responses("the frame", iter(source.to_dict("records")), names)
@@ -362,13 +289,8 @@ def _array(where: str, name: str, values: Any, kind: Kind) -> Array:
 
 def _column(where: str, row: DumpRow, name: str) -> Any:
     if row.get(name) is None:
-        raise _no_column(where, name, row)
+        raise no_column(where, name, row)
     return row[name]
-
-
-def _no_column(where: object, name: str, row: Mapping[Any, Any]) -> UserError:
-    there = shown(", ".join(map(str, row)))
-    return UserError(f"{where}: no column {name!r}; there are {there}; choose --format or names=Names(...)")
 
 
 def _iteration(where: str, names: Names, row: DumpRow) -> int:
@@ -378,101 +300,3 @@ def _iteration(where: str, names: Names, row: DumpRow) -> int:
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or not 0 <= value < 1 << 63:
         raise UserError(f"{where}: {names.iteration} = {shown(repr(value))}: must be a whole number from 0")
     return int(value)
-
-
-def _file_rows(path: Path, names: Names | str | None) -> Generator[DumpRow, None, None]:
-    if path.suffix not in SUFFIXES:
-        raise UserError(f"{path}: must be a {', a '.join(SUFFIXES)} file")
-    if path.suffix == ".jsonl":
-        return (line.fields for line in read_lines("the dump", path, constants=True))
-    return _parquet_rows(path) if path.suffix == ".parquet" else _tensor_rows(path, names)
-
-
-def _parquet_rows(path: Path) -> Generator[DumpRow, None, None]:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        with pq.ParquetFile(path) as file:
-            for batch in file.iter_batches(batch_size=64):
-                yield from batch.to_pylist()
-    except (OSError, pa.ArrowException) as error:
-        reason = getattr(error, "strerror", None) or " ".join(str(error).split())
-        raise UserError(f"{path}: cannot be read ({reason}); give a whole Parquet file") from error
-
-
-def _tensor_rows(path: Path, names: Names | str | None) -> Generator[DumpRow, None, None]:
-    """Yield the rows of a `.pt` file: it has a dict of columns, or a list of rows or of such dicts."""
-    loaded = _loaded(path)
-    if isinstance(loaded, dict):
-        loaded = next((loaded[name] for name in INSIDE if isinstance(loaded.get(name), dict | list)), loaded)
-    parts = loaded if isinstance(loaded, list) else [loaded]
-    if not all(isinstance(part, dict) for part in parts):
-        raise UserError(f"{path}: holds {type(loaded).__name__}; must be a dict of columns or a list of rows")
-    for part in parts:
-        if isinstance(loaded, list) and _is_row(part):
-            yield {str(name): _plain(value) for name, value in part.items()}
-            continue
-        columns = _columns(path, part, names)
-        for row in zip(*columns.values(), strict=True):
-            yield {name: _plain(value) for name, value in zip(columns, row, strict=True)}
-
-
-def _loaded(path: Path) -> Any:
-    """Return what `torch.save` wrote, without running code from it."""
-    import torch
-
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}); give a file that torch.save wrote") from error
-    except Exception as error:  # damaged files fail in many ways
-        if is_out_of_memory(error):
-            raise
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        advice = "save a dict of tensors and lists, or a list of such dicts, with torch.save"
-        raise UserError(f"{path}: cannot be read without running code from it ({shown(reason)}); {advice}") from error
-
-
-def _is_row(part: Mapping[Any, Any]) -> bool:
-    """Return whether an item of a list is one response; else it has columns, tensors of several responses."""
-    import torch
-
-    return not any(isinstance(value, torch.Tensor) and value.dim() > 1 for value in part.values())
-
-
-def _columns(path: Path, part: Mapping[Any, Any], names: Names | str | None) -> dict[str, Any]:
-    """Return the columns with an entry for each response. Raises UserError if a known column has more or fewer."""
-    used = names if isinstance(names, Names) else names_of(str(path), map(str, part), names)
-    columns = {str(name): entries for name, value in part.items() if (entries := _entries(value)) is not None}
-    if used.sampler not in columns:
-        raise _no_column(path, used.sampler, part)
-    count = len(columns[used.sampler])
-    spelled = (next((name for name in names if name in columns), "") for names in EXTRA.values())
-    named = {name for f in fields(Names) if isinstance(name := getattr(used, f.name), str)}
-    for name in sorted({*named, *spelled, *used.ahead} & columns.keys()):
-        if len(columns[name]) != count:
-            raise UserError(
-                f"{path}: {name} has {len(columns[name])} rows, {used.sampler} has {count}; all must have as many"
-            )
-    return {name: entries for name, entries in columns.items() if len(entries) == count}
-
-
-def _entries(value: Any) -> Any:
-    """Return the entries of a column, one for each response; None for a value that is no column."""
-    import torch
-
-    if isinstance(value, torch.Tensor) and value.dim() > 0:
-        # responses of different lengths are in a nested tensor
-        return value.unbind() if value.is_nested else value
-    return value if isinstance(value, list | tuple) else None
-
-
-def _plain(value: Any) -> Any:
-    """Return the numbers of a tensor; one without numbers, or a sparse one, gives a text, which no column may have."""
-    import torch
-
-    try:
-        return value.tolist() if isinstance(value, torch.Tensor) else value
-    except RuntimeError:
-        return str(value)

@@ -13,7 +13,8 @@ from ppo_repro.records import reader
 from ppo_repro.records.logprob_pairs import KEY, pairs_of_iteration
 from ppo_repro.statistics.draws import NONE, Draws, draws_of
 from ppo_repro.statistics.mismatch_metrics import metric_values, mismatch_sums, with_mismatch
-from ppo_repro.testing.dumps import Names, impossible
+from ppo_repro.testing.dump_formats import Names
+from ppo_repro.testing.dumps import impossible
 from ppo_repro.testing.pairs import Source, imported_pairs, is_run
 
 SIDES = {"sampler": "logprobs_a", "trainer": "logprobs_b"}
@@ -112,8 +113,8 @@ def assert_mismatch_below(
             that is sure of most tokens needs a higher limit.
         draws: whether to judge that tokens were drawn from the trainer's distributions; this needs its `entropies`, and
             finds smaller cuts with `cumulative_probs`. A dump whose responses lack the end tokens needs `draws=False`.
-        names: the names of the columns, or a format of `dumps.FORMATS` such as "verl"; None: the dump has the columns
-            of a known stack.
+        names: the names of the columns, or a format of `dump_formats.FORMATS` such as "verl"; None: the dump has the
+            columns of a known stack.
 
     Raises:
         AssertionError: a limit is exceeded, or numbers cannot be log-probs; the message names each limit and a token.

@@ -1,8 +1,9 @@
 """Read pairs of log-probs from a recorded run or from dumps, for the guard and the diagnosis.
 
 A source is an iterator of chunks (`records.logprob_pairs`), one per iteration. Chunks of a dump also have the other
-columns of `testing.dumps.EXTRA` that the dump has, in float32; token_id is -1 without tokens. `chunk.attrs["masked"]`
-counts the tokens that a mask removed from the chunk, possibly all. Runs have no mask. Only a `.pt` dump loads torch.
+columns of `testing.dump_formats.EXTRA` that the dump has, in float32; token_id is -1 without tokens.
+`chunk.attrs["masked"]` counts the tokens that a mask removed from the chunk, possibly all. Runs have no mask. Only a
+`.pt` dump loads torch.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ import pandas as pd
 from ppo_repro.base.errors import UserError
 from ppo_repro.records import reader
 from ppo_repro.records.logprob_pairs import run_evidence
-from ppo_repro.testing.dumps import DumpedResponse, Names, read_dump
+from ppo_repro.testing.dump_formats import Names
+from ppo_repro.testing.dumps import DumpedResponse, read_dump
 
 Source = Path | str | pd.DataFrame  # a run folder, or a dump
 
@@ -41,7 +43,7 @@ def imported_pairs(sources: Source | Sequence[Source], names: Names | str | None
 
 
 def _pairs_of_response(response: DumpedResponse, sequence: int) -> pd.DataFrame:
-    """Return the pairs of the tokens that count, with EXTRA of `dumps`; token_id is -1 without tokens."""
+    """Return the pairs of the tokens that count, with EXTRA of `dump_formats`; token_id is -1 without tokens."""
     positions = np.flatnonzero(response.counts)
     ids = np.array(response.response_ids) if response.response_ids else np.full(len(response.counts), -1)
     lists = {"token_id": ids, "logprobs_a": response.sampler, "logprobs_b": response.trainer, **response.extra}

@@ -14,7 +14,8 @@ from ppo_repro.analysis.remedies import remedy_table
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.latest import run_named
 from ppo_repro.base.output import print_result
-from ppo_repro.testing.dumps import FORMATS, SUFFIXES
+from ppo_repro.testing.dump_files import SUFFIXES
+from ppo_repro.testing.dump_formats import FORMATS
 from ppo_repro.testing.pairs import imported_pairs
 
 

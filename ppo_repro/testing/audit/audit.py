@@ -74,6 +74,7 @@ def audit(stack: StackModel, responses: Sequence[DumpedResponse], sampling: Stac
     _require_temperature(sampling, (sampler, trainer))
     _check_weights(sampler, trainer, recorded, reference.floor)
     tally = tallies[drawn_from(tallies)] if sampler.is_right else Tally()
+    drawn_by = _causes_of_draws(stack.model, responses, sampling, tallies) if tally.is_wrong() else ""
     return Audit(
         responses=len(responses),
         floor=reference.floor,
@@ -82,7 +83,7 @@ def audit(stack: StackModel, responses: Sequence[DumpedResponse], sampling: Stac
         tokens=_tokens(responses, *(side.reference for side in recorded)),
         draws=tally.draws(),
         are_drawn=not tally.is_wrong(),
-        drawn_by=_causes_of_draws(stack.model, responses, sampling, tallies) if tally.is_wrong() else "",
+        drawn_by=drawn_by,
     )
 
 
@@ -152,7 +153,7 @@ def _require_temperature(sampling: StackSampling, sides: Iterable[JudgedSide]) -
 
 def _check_weights(sampler: JudgedSide, trainer: JudgedSide, recorded: Sequence[RecordedSide], floor: float) -> None:
     """Raise UserError if both sides agree with each other but not with the model, for no known cause."""
-    if not sampler.verdict.state == trainer.verdict.state == "unknown":
+    if not (sampler.verdict.is_unknown and trainer.verdict.is_unknown):
         return
     pairs = zip(*(side.numbers for side in recorded), strict=True)
     differences = torch.cat([(a.recorded - b.recorded)[a.usable & b.usable] for a, b in pairs])

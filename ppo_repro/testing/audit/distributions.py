@@ -153,7 +153,7 @@ def _raw(chunk: Chunk) -> Tensor:
 OF_TOP_K = ", top-p of what top-k leaves"
 TEMPERED = Definition("tempered", _tempered, _tempered)
 RAW = Definition("raw", _raw, _raw)
-EACH_CUT_OF_ALL = _in_order("", StackSampling.is_cut)
+EACH_CUT_OF_ALL = _in_order("", StackSampling.is_processed)
 PROCESSED = (
     EACH_CUT_OF_ALL,
     _in_order(f"{OF_TOP_K} (Transformers, vLLM)", StackSampling.has_top_k_and_p, ("top-k",)),

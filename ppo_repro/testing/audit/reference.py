@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import accumulate
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -29,7 +29,7 @@ class Reference:
     logprobs: list[Tensor]
     floor: float
     largest: float
-    measured: int  # the first responses, in which stock float32 was computed
+    measured: int  # the first responses, of which stock float32 computed every token
     dropped: int = 0  # drawn tokens that the cuts drop
 
 
@@ -45,25 +45,47 @@ def references_of(
     its rounding error.
     """
     definitions = definitions_of(sampling)
-    sizes = [len(r.response_ids) for r in responses]
-    first = [i for i, size in enumerate(accumulate(sizes)) if i == 0 or size <= limits.FLOOR_TOKENS]
+    first = _first_tokens(responses, limits.FLOOR_TOKENS)
     with float64(model):
         wide = logprobs_by(model, responses, sampling, definitions, is_wide=True, tallies=tallies)
-    stock = logprobs_by(model, [responses[i] for i in first], sampling, definitions)
+    stock = logprobs_by(model, first, sampling, definitions)
     references = {}
     for definition in definitions:
-        pairs = zip(wide[definition], stock[definition], (responses[i].counts for i in first), strict=False)
-        apart = torch.cat([(b - a)[torch.tensor(counts)] for a, b, counts in pairs])
+        pairs = zip(first, wide[definition], stock[definition], strict=False)
+        apart = torch.cat([(b - a[: len(b)])[torch.tensor(r.counts)] for r, a, b in pairs])
         apart = apart[apart.isfinite()]
         largest = float(apart.abs().max()) if len(apart) else 0.0
         references[definition] = Reference(
             logprobs=wide[definition],
             floor=max(rms(apart), limits.LEAST_FLOOR),
             largest=largest,
-            measured=len(first),
+            measured=sum(len(a.counts) == len(b.counts) for a, b in zip(first, responses, strict=False)),
             dropped=tallies[definition].impossible() if definition in tallies else 0,
         )
     return references
+
+
+def _first_tokens(responses: Sequence[DumpedResponse], count: int) -> list[DumpedResponse]:
+    """Return the first responses with at most `count` tokens that count; the last one may be cut after such a token."""
+    found, left = list[DumpedResponse](), count
+    for r in responses:
+        if not left:
+            break
+        counting = np.flatnonzero(r.counts)
+        found.append(r if len(counting) <= left else _cut_after(r, int(counting[left - 1])))
+        left -= min(left, len(counting))
+    return found
+
+
+def _cut_after(r: DumpedResponse, token: int) -> DumpedResponse:
+    here = slice(token + 1)
+    return replace(
+        r,
+        response_ids=r.response_ids[here],
+        sampler=r.sampler[here],
+        trainer=r.trainer[here],
+        counts=r.counts[here],
+    )
 
 
 def chunks_of(

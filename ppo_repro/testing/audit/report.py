@@ -12,7 +12,7 @@ from ppo_repro.testing.audit.verdict import JudgedSide
 
 def verdict(found: Audit) -> str:
     """Return the words that say which side is wrong, or that both are, or that none is."""
-    if found.sampler.verdict.state == "of its own order":
+    if found.sampler.verdict.is_of_own_order:
         return "the sides are processed in different orders of the cuts; take one order on both"
     wrong = [side.name for side in (found.sampler, found.trainer) if not side.is_right]
     if not wrong and not found.are_drawn:
@@ -46,11 +46,11 @@ def _drawn(found: Audit) -> list[str]:
         return []
     if found.are_drawn:
         return [f"draws: right: {found.draws.sentence()}"]
-    lines = [f"draws: {found.draws.sentence()}"] if found.draws.is_wrong else []
-    lines += [f"draws: explained by {found.drawn_by}"] if found.drawn_by else []
+    said = [f"draws: {found.draws.sentence()}"] if found.draws.is_wrong else []
+    said += [f"draws: explained by {found.drawn_by}"] if found.drawn_by else []
     has_cut = not found.drawn_by or any(cut in found.drawn_by for cut in ("top-", "min-p"))
     without = ", or sample without the cut" if has_cut else ""
-    return [*lines, f"draws: report log-probs of the distribution that is sampled from{without}"]
+    return [*said, f"draws: report log-probs of the distribution that is sampled from{without}"]
 
 
 def as_fields(found: Audit, skipped: int = 0) -> dict[str, Any]:
@@ -117,10 +117,10 @@ def _draw_fields(found: Audit) -> dict[str, Any]:
 def _sentence(side: JudgedSide, responses: int) -> str:
     distance, said = side.distance, side.verdict
     found = f"{distance.rms:.2g} nats (rms) from the model in float64"
-    if said.state == "of its own order":
+    if said.is_of_own_order:
         return f"{side.name} is {said.cause}; {found}"
     wrong = len(distance.wrong_responses)
-    is_said = said.state == "unknown" or not 0 < wrong < responses  # the known facts say in which responses
+    is_said = said.is_unknown or not 0 < wrong < responses  # the known facts say in which responses
     where = "" if is_said else f", in {wrong} of {responses} responses"
     definition = "" if side.definition == TEMPERED else f" (log-probs judged as {side.definition.words})"
     parts = [f"{found}{where}{definition}"] if distance.tokens else []

@@ -28,8 +28,12 @@ class StackSampling:
         return self.temperature != 1.0
 
     def is_cut(self) -> bool:
+        """Return whether only some tokens can be drawn."""
+        return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
+
+    def is_processed(self) -> bool:
         """Return whether an option beside the temperature changes the distribution."""
-        return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0 or self.repetition_penalty != 1.0
+        return self.is_cut() or self.repetition_penalty != 1.0
 
     def has_top_k_and_p(self) -> bool:
         """Return whether top-p may count only the tokens of top-k."""

@@ -30,9 +30,24 @@ class Verdict:
     known: tuple[str, ...] = ()  # sentences about the numbers and their errors
 
     @property
+    def is_right(self) -> bool:
+        """Return whether the log-probs are right for the same distribution as the other side's."""
+        return self.state == "right"
+
+    @property
+    def is_of_own_order(self) -> bool:
+        """Return whether the log-probs are right for an order of cuts that the other side does not have."""
+        return self.state == "of its own order"
+
+    @property
+    def is_unknown(self) -> bool:
+        """Return whether the log-probs are wrong for an unknown cause."""
+        return self.state == "unknown"
+
+    @property
     def reasons(self) -> list[str]:
         """Return what is printed after the distance: the cause and what it leaves, or what is known without a cause."""
-        if self.state == "unknown":
+        if self.is_unknown:
             return [f"the cause is unknown{': ' * bool(self.known)}{'; '.join(self.known)}"]
         if self.state != "explained":
             return []
@@ -65,4 +80,4 @@ class JudgedSide:
     @property
     def is_right(self) -> bool:
         """Return whether the side is right for the same distribution as the other side."""
-        return self.verdict.state == "right"
+        return self.verdict.is_right

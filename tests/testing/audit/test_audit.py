@@ -229,7 +229,7 @@ def test_causes_not_words_tell_hypotheses_apart() -> None:
 
     def of(cause: Cause, x: float | None, left: float, explains: bool = True) -> Hypothesis:
         candidate = Candidate(replace(together(cause), value=x), torch.tensor([left]))
-        return Hypothesis(candidate, explains, "these words", "", cause.deviations)
+        return Hypothesis(candidate, explains, "these words")
 
     def combinations(found: Sequence[Hypothesis]) -> list[Combination]:
         return [t.candidate.combination for t in found]
@@ -392,7 +392,13 @@ def test_log_probs_of_the_processed_distribution_are_right_if_both_sides_have_th
     found = audit(stack, made.dump(values, values, mask), sampling)
     assert found.sampler.is_right
     assert found.trainer.is_right
-    assert found.sampler.definition.words == (f"processed{order}" if sampling.is_cut() else "tempered")
+    assert found.sampler.definition.words == (f"processed{order}" if sampling.is_processed() else "tempered")
+
+
+def test_with_a_penalty_alone_no_cause_is_about_cuts(made: Material, stack: StackModel) -> None:
+    values = made.logprobs(temperature=1.0)
+    found = audit(stack, made.dump(values, values), StackSampling(0.8, repetition_penalty=1.2))
+    assert cause_of(found.sampler) == "temperature 1 instead of 0.8"
 
 
 @pytest.mark.parametrize(

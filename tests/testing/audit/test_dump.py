@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import pickle
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,8 @@ import pytest
 import torch
 
 from ppo_repro.base.errors import UserError
-from ppo_repro.commands import audit
-from ppo_repro.testing.dumps import FORMATS, DumpedResponse, Names, read_dump
+from ppo_repro.testing.dump_formats import FORMATS, Names
+from ppo_repro.testing.dumps import DumpedResponse, read_dump
 from tests.testing.audit.rows import ROWS
 
 
@@ -57,8 +56,7 @@ def same(a: Sequence[DumpedResponse], b: Sequence[DumpedResponse]) -> bool:
     return [(r.prompt_ids, counted(r)) for r in a] == [(r.prompt_ids, counted(r)) for r in b]
 
 
-def test_every_format_has_a_row_here_and_is_in_the_help_of_the_command() -> None:
-    assert list(FORMATS) == re.findall(r"[\w-]+", audit.FORMATS.partition(" (")[0].replace(" or ", ", "))
+def test_every_format_has_a_row_here() -> None:
     assert set(ROWS) == set(FORMATS)
 
 

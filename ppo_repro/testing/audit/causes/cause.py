@@ -37,8 +37,8 @@ class Parameter:
     propose: Callable[[Sequence[RecordedChunk]], Sequence[float]] | None = None  # in place of `usual`: finds the values
     is_fitted: bool = False  # least squares improve the best of these values
     in_pairs: int = 0  # so many of these values are tried together with another cause
-    is_temperature: bool = False  # all logits are divided by it
-    at_one: OtherDistribution | None = None  # the cause that computes the same as the value 1
+    # of a temperature, by which all logits are divided: the cause that computes the same as the value 1
+    temperature_1: OtherDistribution | None = None
 
     def values(self, chunks: Sequence[RecordedChunk]) -> Sequence[float]:
         """Return the values to try on some tokens."""

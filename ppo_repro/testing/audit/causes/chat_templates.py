@@ -14,9 +14,12 @@ _USER, _MODEL, _LATER, _SYSTEM = (f"ppo-repro-{word}" for word in ("content", "a
 
 @dataclass(frozen=True)
 class Template:
-    """The texts that a chat template puts around the texts of a prompt. A changed prompt is "" where nothing changes.
+    """The texts that a chat template puts around the texts of a prompt; "" for a text that the template does not have.
 
-    The comments have the texts of a template that makes `<s|Be kind.><u|Hello><a|` of `Hello`.
+    A prompt is `first + default + opening + question + end`, and `end` ends with `cue`. With a system turn of its own
+    it is `first + before + rules + after + question + end`, and `after` ends with `opening`. The methods change a
+    prompt; they return None if the prompt or the template does not have what changes. The comments have the texts of a
+    template that makes `<s|Be kind.><u|Hello><a|` of `Hello`.
     """
 
     begin: str  # `<s|Be kind.><u|`: all before the user's text
@@ -30,45 +33,51 @@ class Template:
 
     def is_whole(self, text: str) -> bool:
         """Return whether a prompt is in this template."""
-        return self._starts(text) or bool(self.without_system(text)) or text.startswith(self.begin)
+        return self._starts(text) or self.without_system(text) is not None or text.startswith(self.begin)
 
     def _starts(self, text: str) -> bool:
         return bool(self.opening) and text.startswith(self.first + self.opening)
 
-    def without_default(self, text: str) -> str:
+    def without_default(self, text: str) -> str | None:
         """Return a prompt without the default system turn."""
         start = self.first + self.default
+        if not self.default or not text.startswith(start):
+            return None
         found = self.first + text.removeprefix(start)
-        return found if self.default and text.startswith(start) and self._starts(found) else ""
+        return found if self._starts(found) else None
 
-    def without_system(self, text: str) -> str:
+    def without_system(self, text: str) -> str | None:
         """Return a prompt without any system turn."""
-        there = self.before and self.after.endswith(self.opening) and text.startswith(self.first + self.before)
-        _, _, rest = text.partition(self.after) if there and self.opening else ("", "", "")
-        return self.first + self.opening + rest if rest else ""
+        has_turns = self.opening and self.before and self.after.endswith(self.opening)
+        if not has_turns or not text.startswith(self.first + self.before):
+            return None
+        _, _, question = text.partition(self.after)
+        return self.first + self.opening + question if question else None
 
-    def with_default(self, text: str) -> str:
+    def with_default(self, text: str) -> str | None:
         """Return a prompt with the default system turn, in place of the prompt's own."""
         without = text if self._starts(text) else self.without_system(text)
-        found = self.first + self.default + without.removeprefix(self.first) if self.default and without else ""
-        return found if found != text else ""
+        if not self.default or without is None:
+            return None
+        found = self.first + self.default + without.removeprefix(self.first)
+        return found if found != text else None
 
-    def bare(self, text: str) -> str:
+    def bare(self, text: str) -> str | None:
         """Return the user's text alone."""
         is_whole = text.startswith(self.begin) and text.endswith(self.end)
-        return text.removeprefix(self.begin).removesuffix(self.end) if is_whole else ""
+        return text.removeprefix(self.begin).removesuffix(self.end) if is_whole else None
 
-    def cued(self, text: str) -> str:
+    def cued(self, text: str) -> str | None:
         """Return a prompt that has no generation prompt with one."""
-        return text + self.cue if self.cue and not text.endswith(self.cue) else ""
+        return text + self.cue if self.cue and not text.endswith(self.cue) else None
 
-    def cued_twice(self, text: str) -> str:
+    def cued_twice(self, text: str) -> str | None:
         """Return a prompt that has a generation prompt with a second one."""
-        return text + self.cue if self.cue and text.endswith(self.cue) else ""
+        return text + self.cue if self.cue and text.endswith(self.cue) else None
 
-    def uncued(self, text: str) -> str:
+    def uncued(self, text: str) -> str | None:
         """Return a prompt without its generation prompt."""
-        return text.removesuffix(self.cue) if self.cue and text.endswith(self.cue) else ""
+        return text.removesuffix(self.cue) if self.cue and text.endswith(self.cue) else None
 
 
 def parsed(tokenizer: Any) -> Template | None:
@@ -92,9 +101,10 @@ def parsed(tokenizer: Any) -> Template | None:
 
 
 def _said(tokenizer: Any, chats: Sequence[Chat], cue: bool = False) -> list[str]:
+    """Return the texts of chats; "" for each if the template refuses them."""
     try:
         return rendered(tokenizer, chats, cue)
-    except UserError:  # a template may refuse a conversation
+    except UserError:
         return [""] * len(chats)
 
 
@@ -104,14 +114,14 @@ def templated(tokenizer: Any, prompts: Sequence[Ids]) -> dict[str, list[Ids]]:
     if template is None:
         return {}
 
-    def ids(text: str, special: bool = False) -> Ids:
+    def ids(text: str | None, special: bool = False) -> Ids:
         return tuple(tokenizer(text, add_special_tokens=special).input_ids) if text else ()
 
     texts = [str(tokenizer.decode(list(prompt), skip_special_tokens=False)) for prompt in prompts]
     are_whole = [template.is_whole(text) for text in texts]
     inside = _said(tokenizer, [[{"role": "user", "content": text}] for text in texts], True)
 
-    def changed(change: Callable[[str], str], special: bool = False) -> list[Ids]:
+    def changed(change: Callable[[str], str | None], special: bool = False) -> list[Ids]:
         return [ids(change(text), special) for text in texts]
 
     return {

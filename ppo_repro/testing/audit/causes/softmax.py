@@ -138,10 +138,8 @@ def _kept(option: str, formula: Formula, values: Sequence[float]) -> OtherDistri
 
 
 _TEMPERATURE_1 = _of("temperature 1 instead of {given}", RAW, StackSampling.is_tempered)
-TEMPERATURE = Parameter(
-    (1.0, 0.25, 0.5, 0.7, 1.4, 2.0, 4.0), is_fitted=True, in_pairs=1, is_temperature=True, at_one=_TEMPERATURE_1
-)
-_OF_ALL_TOKENS = _of("of all tokens, not of the processed distribution", TEMPERED, StackSampling.is_cut)
+TEMPERATURE = Parameter((1.0, 0.25, 0.5, 0.7, 1.4, 2.0, 4.0), is_fitted=True, in_pairs=1, temperature_1=_TEMPERATURE_1)
+_OF_ALL_TOKENS = _of("of all tokens, not of the processed distribution", TEMPERED, StackSampling.is_processed)
 _AT_1 = "temperature 1 and normalised over the tokens that the cuts keep"
 DISTRIBUTIONS: tuple[OtherDistribution, ...] = (
     _TEMPERATURE_1,

@@ -57,12 +57,12 @@ class Combination:
     @property
     def temperature(self) -> float | None:
         """Return the value if all logits are divided by it."""
-        return self.value if self.parameter is not None and self.parameter.is_temperature else None
+        return self.value if self.parameter is not None and self.parameter.temperature_1 is not None else None
 
     @property
     def without_value(self) -> Combination:
         """Return the causes alone. A cause that computes the same as the value 1 stands for that value."""
-        at_one = None if self.parameter is None else self.parameter.at_one
+        at_one = None if self.parameter is None else self.parameter.temperature_1
         is_one = self.value is not None and abs(self.value - 1.0) <= limits.SAME_VALUE
         return replace(self, value=None, distribution=at_one if at_one and is_one else self.distribution)
 

@@ -9,14 +9,22 @@ from typing import Literal
 
 import torch
 
-from ppo_repro.testing.advice import ADVICE
+from ppo_repro.testing.advice import ADVICE, CauseName
 from ppo_repro.testing.audit import limits
+from ppo_repro.testing.audit.causes.cause import Cause
 from ppo_repro.testing.audit.measure import is_rounding, rms
 from ppo_repro.testing.audit.search.combination import Combination
 from ppo_repro.testing.audit.search.trial import Candidate, Trial
 
 # beside its causes, what a hypothesis says about the numbers of a side
 Pattern = Literal["none", "like 16-bit rounding", "of other responses", "of other tokens"]
+# under which ADVICE has a pattern; without pattern and cause only coarse records can explain errors
+_NAMES: dict[Pattern, CauseName] = {
+    "none": "coarse_records",
+    "like 16-bit rounding": "reduced_precision",
+    "of other responses": "shuffled",
+    "of other tokens": "shuffled",
+}
 Identity = tuple[Pattern, Combination]
 
 
@@ -27,12 +35,39 @@ class Hypothesis:
     candidate: Candidate
     explains: bool  # whether the errors that are left are rounding
     words: str
-    advice: str
-    deviations: float  # causes, with limits.PER_PARAMETER and limits.PATTERN; 0: no cause
     pattern: Pattern = "none"
     explains_zeros: bool = False  # whether every log-prob of exactly 0 is predicted
-    temperature: float | None = None  # one that all logits were divided by, if that is among the causes
-    is_option: bool = False  # a single option of the model's architecture
+    is_of_wrong_alone: bool = False  # of the wrong tokens: the causes do not explain the other tokens
+
+    @property
+    def causes(self) -> tuple[Cause, ...]:
+        """Return the causes, which a pattern may have too."""
+        return self.candidate.combination.causes
+
+    @property
+    def advice(self) -> str:
+        """Return what to do about the causes and the pattern."""
+        mends = [cause.advice for cause in self.causes]
+        if self.pattern != "none" or not mends:
+            mends.append(ADVICE[_NAMES[self.pattern]].mend)
+        return "; ".join(dict.fromkeys(mends))
+
+    @property
+    def deviations(self) -> float:
+        """Return the number of causes, with limits.PER_PARAMETER and limits.PATTERN; 0 without a cause."""
+        of_causes = sum(cause.deviations for cause in self.causes)
+        return of_causes if self.pattern == "none" else of_causes + limits.PATTERN
+
+    @property
+    def temperature(self) -> float | None:
+        """Return the temperature that explains all numbers, if the causes alone do and one is among them."""
+        is_whole = self.pattern == "none" and not self.is_of_wrong_alone
+        return self.candidate.combination.temperature if is_whole else None
+
+    @property
+    def is_option(self) -> bool:
+        """Return whether a single option of the model's architecture explains the numbers."""
+        return self.pattern == "none" and len(self.causes) == 1 and self.causes[0].is_option
 
     @property
     def identity(self) -> Identity:
@@ -61,11 +96,7 @@ def hypothesis_of(trial: Trial, candidate: Candidate) -> Hypothesis:
         candidate=candidate,
         explains=explains,
         words=" and ".join(words) or "as it is",
-        advice="; ".join(dict.fromkeys(cause.advice for cause in causes)) or ADVICE["coarse_records"].mend,
-        deviations=sum(cause.deviations for cause in causes),
         explains_zeros=explains and _explains_zeros(trial, combination),
-        temperature=combination.temperature,
-        is_option=len(causes) == 1 and causes[0].is_option,
     )
 
 
@@ -73,10 +104,10 @@ def _explains_zeros(trial: Trial, combination: Combination) -> bool:
     """Return whether the causes predict the zeros of the tried tokens; False if the side has zeros only elsewhere."""
     predicted, is_one_tried = list[torch.Tensor](), False
     for values, w in zip(trial.predictor(combination, trial.many), trial.many.windows, strict=True):
-        numbers = trial.numbers[w.response]
+        numbers = trial.tried_numbers[w.response]
         predicted.append(values[numbers.counts[w.here] & (numbers.recorded[w.here] == 0)])
         is_one_tried |= bool(numbers.unlikely_zeros[w.here].any())
-    if not is_one_tried and any(bool(numbers.unlikely_zeros.any()) for numbers in trial.numbers):
+    if not is_one_tried and any(bool(numbers.unlikely_zeros.any()) for numbers in trial.tried_numbers):
         return False
     return bool((torch.cat(predicted).abs() <= trial.tolerance).all())
 
@@ -115,9 +146,10 @@ def hypotheses_of(tried: Sequence[Hypothesis]) -> Hypotheses:
     temperature). Then both are among the best.
     """
     fewest = min((t.deviations for t in tried if t.explains), default=0.0)
-    fewest += limits.PER_PARAMETER * any(t.explains and t.is_option for t in tried)
+    is_option_among = any(t.explains and t.is_option for t in tried)
+    most = fewest + limits.PER_PARAMETER if is_option_among else fewest
     by_left = sorted(_each_once(tried), key=lambda t: t.left)
-    best = [t for t in by_left if t.explains and t.deviations <= fewest]
+    best = [t for t in by_left if t.explains and t.deviations <= most]
     return Hypotheses(best, [t for t in by_left if t not in best])
 
 

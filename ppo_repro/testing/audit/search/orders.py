@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from ppo_repro.testing.advice import ADVICE
-from ppo_repro.testing.audit import limits
 from ppo_repro.testing.audit.measure import errors_of, is_rounding, rms
 from ppo_repro.testing.audit.search.combination import PLAIN
 from ppo_repro.testing.audit.search.hypothesis import Hypothesis, Pattern
@@ -17,8 +15,8 @@ from ppo_repro.testing.audit.search.trial import Candidate, Trial
 
 def of_other_orders(trial: Trial) -> Iterator[Hypothesis]:
     """Yield the hypotheses that the numbers are log-probs of other responses, or of other tokens of the response."""
-    recorded = [one.recorded[one.usable].cpu() for one in trial.numbers]
-    right = [one.reference[one.usable].cpu() for one in trial.numbers]
+    recorded = [one.recorded[one.usable].cpu() for one in trial.tried_numbers]
+    right = [one.reference[one.usable].cpu() for one in trial.tried_numbers]
 
     def fits(i: int, errors: Tensor) -> bool:
         # if only few tokens are wrong, the numbers are in the right order
@@ -49,7 +47,5 @@ def of_other_orders(trial: Trial) -> Iterator[Hypothesis]:
                 candidate=Candidate(PLAIN, torch.cat(parts)),
                 explains=True,
                 words=words,
-                advice=ADVICE["shuffled"].mend,
-                deviations=limits.PATTERN,
                 pattern=pattern,
             )

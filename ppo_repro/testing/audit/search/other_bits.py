@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from ppo_repro.testing.advice import ADVICE
 from ppo_repro.testing.audit import limits
 from ppo_repro.testing.audit.causes.cause import Cause, OtherModel, RoundedPart
 from ppo_repro.testing.audit.causes.names import EXPERTS
@@ -23,20 +22,16 @@ from ppo_repro.testing.audit.search.trial import Trial
 def with_other_bits(trial: Trial, alone: Hypothesis) -> list[Hypothesis]:
     """Return the hypotheses that the errors left by `alone` are 16-bit rounding; none if they do not look like it."""
     combination = alone.candidate.combination
-    causes = combination.causes
     like = _other_bits(trial, alone.candidate.errors) if _may_be_narrow(trial, alone) else None
     if like is None:
         return []
-    mend = ADVICE["reduced_precision"].mend
     similar = Hypothesis(
         candidate=alone.candidate,
         explains=True,
-        words=f"{alone.words} and {like.words}" if causes else like.words,
-        advice=f"{alone.advice}; {mend}" if causes else mend,
-        deviations=alone.deviations + limits.PATTERN,
+        words=f"{alone.words} and {like.words}" if alone.causes else like.words,
         pattern="like 16-bit rounding",
     )
-    if not causes or combination.model is not None:  # one model cannot be two others
+    if not alone.causes or combination.model is not None:  # one model cannot be two others
         return [similar]
     both = trial.candidate(replace(combination, model=like.computed), trial.many)
     return [similar] if both is None else [hypothesis_of(trial, both), similar]
@@ -47,10 +42,9 @@ def _may_be_narrow(trial: Trial, alone: Hypothesis) -> bool:
 
     With experts it may not: a small error of any cause may choose other experts, which gives the same pattern.
     """
-    causes = alone.candidate.combination.causes
-    is_rounded = any(cause.rounds("computed", "weights") for cause in causes)
+    is_rounded = any(cause.rounds("computed", "weights") for cause in alone.causes)
     has_experts = any(EXPERTS.recognise(name) for name, _ in trial.predictor.logits.model.named_modules())
-    is_far = bool(causes) and alone.left > limits.OF_ERRORS * trial.plain.left
+    is_far = bool(alone.causes) and alone.left > limits.OF_ERRORS * trial.plain.left
     return not (alone.explains or has_experts or is_rounded or is_far)
 
 

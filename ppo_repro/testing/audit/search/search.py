@@ -53,7 +53,7 @@ def search(trial: Trial) -> Hypotheses:
         return whole
     words = f"at {of_wrong.count} of {trial.count} tokens"
     explaining = (t for t in _tried(of_wrong) if t.explains)
-    part = hypotheses_of([replace(t, words=f"{words} {t.words}", temperature=None) for t in explaining])
+    part = hypotheses_of([replace(t, words=f"{words} {t.words}", is_of_wrong_alone=True) for t in explaining])
     return Hypotheses(part.best, [*part.others, *whole.others])
 
 

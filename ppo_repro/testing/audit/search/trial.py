@@ -39,7 +39,7 @@ class Trial:
     """Causes to try on a wrong side, and the tokens to try them on."""
 
     side: RecordedSide
-    numbers: Sequence[Numbers]  # of the side, on the device of the model
+    tried_numbers: Sequence[Numbers]  # of the side, on the device of the model; usable are the tokens that are tried
     wrong_responses: Sequence[int]
     stored: Stored  # the format of the numbers
     scale: float  # of the numbers: sums of many log-probs round more
@@ -59,18 +59,19 @@ class Trial:
     @property
     def count(self) -> int:
         """Return the number of usable tokens among many."""
-        return sum(int(self.numbers[w.response].usable[w.here].sum()) for w in self.many.windows)
+        return sum(int(self.tried_numbers[w.response].usable[w.here].sum()) for w in self.many.windows)
 
     @property
     def wrong_alone(self) -> Trial:
         """Return the trial as if only the wrong tokens of the side were usable."""
-        return replace(self, numbers=[replace(one, usable=one.are_wrong(self.tolerance)) for one in self.numbers])
+        wrong = [replace(one, usable=one.are_wrong(self.tolerance)) for one in self.tried_numbers]
+        return replace(self, tried_numbers=wrong)
 
     def candidate(self, combination: Combination, tokens: Tokens) -> Candidate | None:
         """Return what causes leave on some tokens; None if they predict too few of the tokens."""
         found, usable = [], 0
         for values, w in zip(self.predictor(combination, tokens), tokens.windows, strict=True):
-            numbers = self.numbers[w.response]
+            numbers = self.tried_numbers[w.response]
             there = numbers.usable[w.here] & ~values.isnan()
             usable += int(numbers.usable[w.here].sum())
             found.append(errors_of(numbers.recorded[w.here][there], values[there], self.stored).cpu())
@@ -81,7 +82,7 @@ class Trial:
     def chunks(self, combination: Combination, tokens: Tokens) -> list[RecordedChunk]:
         """Return the logits that causes compute, beside the numbers that this trial judges."""
         pairs = zip(self.predictor.logits.chunks(combination, tokens), tokens.windows, strict=True)
-        return [RecordedChunk(chunk, self.numbers[w.response]) for chunks, w in pairs for chunk in chunks]
+        return [RecordedChunk(chunk, self.tried_numbers[w.response]) for chunks, w in pairs for chunk in chunks]
 
     def narrow_errors(self, cause: Cause, tokens: Tokens) -> Tensor:
         """Return the 16-bit rounding (nats) in the numbers that a cause predicts, at the usable tokens."""
@@ -89,7 +90,7 @@ class Trial:
         narrow = self.predictor(together(cause), tokens)
         exact = self.predictor(Combination(distribution=cause.rounded.exact), tokens)
         both = zip(narrow, exact, tokens.windows, strict=True)
-        apart = [(a - b)[self.numbers[w.response].usable[w.here]].cpu() for a, b, w in both]
+        apart = [(a - b)[self.tried_numbers[w.response].usable[w.here]].cpu() for a, b, w in both]
         return torch.cat(apart)
 
 
@@ -114,7 +115,7 @@ def trial_of(model: PreTrainedModel, side: RecordedSide, wrong: Sequence[int], c
     logits = Logits(model, side.responses, [one.counts for one in numbers], side.sampling)
     return Trial(
         side=side,
-        numbers=numbers,
+        tried_numbers=numbers,
         wrong_responses=wrong,
         stored=stored_as(every),
         scale=scale,

@@ -50,7 +50,7 @@ def _tensor_rows(path: Path, names: Names | str | None) -> Generator[DumpRow, No
     if not all(isinstance(part, dict) for part in parts):
         raise UserError(f"{path}: holds {type(loaded).__name__}; must be a dict of columns or a list of rows")
     for part in parts:
-        if isinstance(loaded, list) and _is_row(part):
+        if isinstance(loaded, list) and _is_row(path, part, names):
             yield {str(name): _plain(value) for name, value in part.items()}
             continue
         columns = _columns(path, part, names)
@@ -74,11 +74,19 @@ def _loaded(path: Path) -> Any:
         raise UserError(f"{path}: cannot be read without running code from it ({shown(reason)}); {advice}") from error
 
 
-def _is_row(part: Mapping[Any, Any]) -> bool:
-    """Return whether an item of a list is one response; else it has columns, tensors of several responses."""
+def _is_row(path: Path, part: Mapping[Any, Any], names: Names | str | None) -> bool:
+    """Return whether an item of a list is one response; else it has columns, of tensors or lists of several ones."""
     import torch
 
-    return not any(isinstance(value, torch.Tensor) and value.dim() > 1 for value in part.values())
+    def is_tensor(value: Any, dimensions: int) -> bool:
+        return isinstance(value, torch.Tensor) and value.dim() >= dimensions
+
+    if any(is_tensor(value, 2) for value in part.values()):
+        return False
+    used = names if isinstance(names, Names) else names_of(str(path), map(str, part), names)
+    logprobs = part.get(used.sampler)
+    entries = logprobs if isinstance(logprobs, list | tuple) else ()
+    return not any(is_tensor(entry, 1) or isinstance(entry, list | tuple) for entry in entries)
 
 
 def _columns(path: Path, part: Mapping[Any, Any], names: Names | str | None) -> dict[str, Any]:

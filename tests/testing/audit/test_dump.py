@@ -191,6 +191,16 @@ def test_rows_of_nested_tensors(layout: torch.layout, tmp_path: Path) -> None:
     assert same(read(tmp_path / "dump.pt", "verl"), read(write(tmp_path / "dump.jsonl", rows), "verl"))
 
 
+@pytest.mark.parametrize("kind", [list, torch.tensor])
+def test_a_list_of_dicts_of_columns(kind: Any, tmp_path: Path) -> None:
+    """A column of responses of several lengths is a list, of lists or of tensors."""
+    columns = {name: [kind(row), kind(row)] for name, row in ROWS["verl"].items()}
+    torch.save([columns, columns], tmp_path / "dump.pt")
+    expected = read(write(tmp_path / "dump.jsonl", [ROWS["verl"]] * 4), "verl")
+    assert same(read(tmp_path / "dump.pt", "verl"), expected)
+    assert same(read(tmp_path / "dump.pt", None), expected)
+
+
 def test_one_number_beside_the_columns_is_no_column(tmp_path: Path) -> None:
     columns = {name: torch.tensor([row]) for name, row in ROWS["verl"].items()}
     torch.save(columns | {"kl_coef": torch.tensor(0.5)}, tmp_path / "dump.pt")

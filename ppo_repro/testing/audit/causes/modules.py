@@ -218,7 +218,7 @@ class _Nothing(Module):
 def _of_embeddings(model: PreTrainedModel) -> Iterator[OtherModel]:
     embedding: Any = model.get_input_embeddings()
     heads = [name for name, module in model.named_modules() if module is model.get_output_embeddings()]
-    factors = [f"{name}.{EMBED_SCALE.pattern}" for name, module in model.named_modules() if module is embedding]
+    factors = [f"{name}.{EMBED_SCALE.example}" for name, module in model.named_modules() if module is embedding]
     if heads:
         tied = partial(with_attributes, model, [f"{name}.weight" for name in heads], lambda own: embedding.weight)
         yield option("the embedding as output matrix", "use the output matrix of the folder on both sides", tied)
@@ -246,7 +246,7 @@ def _of_rotary_positions(model: PreTrainedModel) -> Iterator[OtherModel]:
     yield option(
         "rotary positions in the other order of pairs",
         "rotate the same pairs on both sides: halves of a head, or neighbours",
-        partial(with_function, model, ROTATION.pattern, _other_pairs),
+        partial(with_function, model, ROTATION.example, _other_pairs),
     )
 
 
@@ -296,5 +296,5 @@ def _of_heads(model: PreTrainedModel) -> Iterator[OtherModel]:
     yield option(
         "queries with the keys of other heads",
         "let neighbouring heads of queries share a head of keys and values on both sides",
-        partial(with_function, model, REPETITION.pattern, lambda repeat: lambda x, count: x.repeat(1, count, 1, 1)),
+        partial(with_function, model, REPETITION.example, lambda repeat: lambda x, count: x.repeat(1, count, 1, 1)),
     )

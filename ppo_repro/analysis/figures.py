@@ -63,10 +63,10 @@ def new_axes(width: float = 4.5, height: float = 3.3, columns: int = 1) -> list[
 
 
 def curves_of(runs: Sequence[Path]) -> pd.DataFrame:
-    """Return one row per iteration of each run: the recorded columns CURVES, mode and run.
+    """Return one row per iteration of each run: the recorded columns CURVES, is_own, mode and run.
 
-    The evaluation after a run's last update has a row without tokens. Raises UserError on records that are missing or
-    damaged.
+    Rows without is_own were copied from the origin of a fork. The evaluation after a run's last update has a row
+    without tokens. Raises UserError on records that are missing or damaged.
     """
     parts = []
     for folder in runs:
@@ -75,7 +75,8 @@ def curves_of(runs: Sequence[Path]) -> pd.DataFrame:
         rows = reader.read_iterations(folder, columns=CURVES)
         last = {"iteration": len(rows), "eval_accuracy": float(recorded.final["eval_accuracy"])}
         curve = pd.concat([rows, pd.DataFrame([last])], ignore_index=True)
-        parts.append(curve.assign(mode=load_recorded_config(folder).numerics.mode, run=str(folder)))
+        own = curve["iteration"] >= recorded.own_iterations.start
+        parts.append(curve.assign(is_own=own, mode=load_recorded_config(folder).numerics.mode, run=str(folder)))
     return pd.concat(parts, ignore_index=True)
 
 
@@ -103,7 +104,8 @@ def learning_figure(runs: Sequence[Path], axes: Axes | None = None) -> Axes:
 def agreement_figure(runs: Sequence[Path], axes: Axes | None = None) -> Axes:
     """Draw the share of tokens whose log-probs differ between sampler and trainer, by iteration."""
     axes = axes or new_axes()[0]
-    for mode, rows in curves_of(runs).groupby("mode"):
+    curves = curves_of(runs)
+    for mode, rows in curves[curves["is_own"]].groupby("mode"):
         unequal = rows["unequal_old_rollout_logprobs"]
         label = f"{mode}: {int(unequal.sum()):,} of {int(rows['tokens'].sum()):,}"
         band(rows.assign(percent=100 * unequal / rows["tokens"]), "percent", axes, label)

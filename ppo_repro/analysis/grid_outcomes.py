@@ -33,7 +33,7 @@ TOKENS = ("old_logprobs", "rollout_logprobs", "advantages")
 class Measure:
     """A number of a run that compares settings: a column of `outcomes`.
 
-    `name` is the name of the recorded column. A measure that no table has is a row of README.md's names of columns.
+    `name` is the name of the recorded column. A measure that no table has is a row of columns.md.
     """
 
     name: str

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import assert_never
 
 import numpy as np
 import numpy.typing as npt
@@ -100,6 +101,8 @@ def rejected(entry: Rejection, delta: Floats, sequence: npt.NDArray[np.int64]) -
         return (ratios < entry.low) | (ratios > entry.high)
     if entry.kind == "veto":
         return (np.bincount(codes, ratios_of(delta) < entry.below) > 0)[codes]
+    if entry.kind != "divergence":
+        assert_never(entry)
     values = k2(-delta) if entry.estimator == "k2" else k3(-delta)
     if entry.level == "token":
         return values > entry.above

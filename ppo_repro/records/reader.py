@@ -76,6 +76,11 @@ def read_file(path: Path, table: schema.Table, entry: TableEntry, verify: bool =
     return pa.table({column.name: (plain | missing)[column.name] for column in table.columns})
 
 
+def own_rows(rows: pd.DataFrame, recorded: Manifest) -> pd.DataFrame:
+    """Return the rows of the iterations that the run computed itself; a fork copied the others from its origin."""
+    return rows[rows["iteration"].isin(recorded.own_iterations)]
+
+
 def to_frame(columns: Sequence[schema.Column], tables: Sequence[pa.Table]) -> pd.DataFrame:
     """Join the tables to one frame, bit for bit; null becomes NaN or None.
 

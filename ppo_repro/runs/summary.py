@@ -119,7 +119,7 @@ def _agreement(own: pd.DataFrame, anchor: str, has_value_model: bool) -> Describ
 def _language(run_dir: Path, recorded: Manifest, rows: pd.DataFrame) -> Described:
     config, judged, measured = load_recorded_config(run_dir), is_judged(run_dir), read_accuracy(run_dir, recorded)
     card = read_card(run_dir, recorded)
-    own = rows[rows["iteration"].isin(recorded.own_iterations)]  # a fork's origin has another configuration
+    own = reader.own_rows(rows, recorded)  # a fork's origin has another configuration
     figures, agreement = _agreement(own, config.ppo.ratio_anchor, config.value.kind != "none")
     cut = cut_fraction(own)
     draws = _draws(run_dir, recorded) if are_drawn(config) else NONE

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, assert_never
 
 import torch
 from torch import Tensor
@@ -33,6 +33,7 @@ from ppo_repro.config.algorithm import (
     UnclippedObjective,
     ValueConfig,
     ValueHead,
+    VetoRejection,
 )
 from ppo_repro.config.layout import LayoutConfig
 from ppo_repro.config.run import RunConfig
@@ -211,6 +212,8 @@ def _rejected(entry: Rejection, old: Tensor, sampled: Tensor, lengths: Tensor) -
     if isinstance(entry, RatioRejection):
         ratios = corrections.importance_ratios(old, sampled, lengths, entry.level)
         return corrections.outside_ratio(ratios, entry.low, entry.high)
+    if not isinstance(entry, VetoRejection):
+        assert_never(entry)
     return corrections.vetoed(corrections.importance_ratios(old, sampled, lengths, "token"), lengths, entry.below)
 
 

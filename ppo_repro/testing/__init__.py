@@ -36,7 +36,13 @@ _FILES = {
 }
 
 
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
 def __getattr__(name: str) -> Any:
+    if name in _FILES:
+        return import_module(f"{__name__}.{name}")
     for file, names in _FILES.items():
         if name in names:
             return getattr(import_module(f"{__name__}.{file}"), name)

@@ -49,11 +49,15 @@ def _tensor_rows(path: Path, names: Names | str | None) -> Generator[DumpRow, No
     parts = loaded if isinstance(loaded, list) else [loaded]
     if not all(isinstance(part, dict) for part in parts):
         raise UserError(f"{path}: holds {type(loaded).__name__}; must be a dict of columns or a list of rows")
+    if not parts:
+        return
+    # as the first row decides in other files
+    used = names if isinstance(names, Names) else names_of(str(path), map(str, parts[0]), names)
     for part in parts:
-        if isinstance(loaded, list) and _is_row(path, part, names):
+        if isinstance(loaded, list) and _is_row(part, used.sampler):
             yield {str(name): _plain(value) for name, value in part.items()}
             continue
-        columns = _columns(path, part, names)
+        columns = _columns(path, part, used)
         for row in zip(*columns.values(), strict=True):
             yield {name: _plain(value) for name, value in zip(columns, row, strict=True)}
 
@@ -74,24 +78,21 @@ def _loaded(path: Path) -> Any:
         raise UserError(f"{path}: cannot be read without running code from it ({shown(reason)}); {advice}") from error
 
 
-def _is_row(path: Path, part: Mapping[Any, Any], names: Names | str | None) -> bool:
+def _is_row(part: Mapping[Any, Any], sampler: str) -> bool:
     """Return whether an item of a list is one response; else it has columns, of tensors or lists of several ones."""
     import torch
 
     def is_tensor(value: Any, dimensions: int) -> bool:
         return isinstance(value, torch.Tensor) and value.dim() >= dimensions
 
-    if any(is_tensor(value, 2) for value in part.values()):
-        return False
-    used = names if isinstance(names, Names) else names_of(str(path), map(str, part), names)
-    logprobs = part.get(used.sampler)
+    logprobs = part.get(sampler)
     entries = logprobs if isinstance(logprobs, list | tuple) else ()
-    return not any(is_tensor(entry, 1) or isinstance(entry, list | tuple) for entry in entries)
+    has_rows = any(is_tensor(entry, 1) or isinstance(entry, list | tuple) for entry in entries)
+    return not has_rows and not any(is_tensor(value, 2) for value in part.values())
 
 
-def _columns(path: Path, part: Mapping[Any, Any], names: Names | str | None) -> dict[str, Any]:
+def _columns(path: Path, part: Mapping[Any, Any], used: Names) -> dict[str, Any]:
     """Return the columns with an entry for each response. Raises UserError if a known column has more or fewer."""
-    used = names if isinstance(names, Names) else names_of(str(path), map(str, part), names)
     columns = {str(name): entries for name, value in part.items() if (entries := _entries(value)) is not None}
     if used.sampler not in columns:
         raise no_column(path, used.sampler, part)

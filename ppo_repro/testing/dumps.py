@@ -117,7 +117,8 @@ def _responses_of_tokens(where: str, rows: Iterable[DumpRow], names: Names) -> I
             raise UserError(f"{where}: the tokens of sequence {sequence} are not in consecutive rows; sort them")
         seen.add((iteration, sequence))
         tokens = list(group)
-        joined: dict[str, Any] = {name: [row.get(name) for row in tokens] for name in tokens[0]}
+        columns = dict.fromkeys(name for row in tokens for name in row)
+        joined: dict[str, Any] = {name: [row.get(name) for row in tokens] for name in columns}
         joined |= _of_whole_response(f"{where}: sequence {sequence}", tokens, names)
         if joined.get("position", [None])[0] is not None:
             positions = _array(f"{where}: sequence {sequence}", "position", joined["position"], "positions")

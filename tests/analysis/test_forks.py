@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 
 from ppo_repro.analysis import grid_outcomes
-from ppo_repro.analysis.figures import mismatch_figure, new_axes
+from ppo_repro.analysis.figures import agreement_figure, mismatch_figure, new_axes
 from ppo_repro.analysis.pairs import run_pairs
 from ppo_repro.analysis.report import build
 from ppo_repro.analysis.report.pair_page import pair_page
@@ -53,6 +53,7 @@ def test_the_summary_and_the_page_of_a_fork_count_its_own_iterations(forked: Pat
     assert f"0 of {tokens:,} training log-probs differ from the sampler's" in found.sentences
     page = build.page_of(forked, 0)
     assert f"Sampler and trainer agree on every bit of {tokens:,} tokens." in page
+    assert 'unequal old and rollout log-probs, tokens</bdi></td><td class="number">0<' in page
 
 
 def test_the_pages_of_two_runs_and_of_a_folder_count_a_forks_own_iterations(forked: Path) -> None:
@@ -69,7 +70,10 @@ def test_the_measures_of_a_fork_in_a_grid_are_of_its_own_iterations(forked: Path
     assert grid_outcomes.clip_shares_of_cell(unclipped) == (0.0, 0.0)
 
 
-def test_the_figure_of_a_fork_draws_its_own_tokens(forked: Path) -> None:
+def test_the_figures_of_a_fork_draw_its_own_tokens(forked: Path) -> None:
+    tokens = len(reader.read_tokens(forked, iterations=[1]))
+    (handle,) = agreement_figure([forked]).get_legend_handles_labels()[1]
+    assert handle == f"deterministic: 0 of {tokens:,}"
     (axes,) = new_axes()
     mismatch_figure([forked], axes)
     assert axes.get_legend_handles_labels()[1][0].split(": ")[1].startswith("0 of ")

@@ -234,9 +234,14 @@ def test_seeds_that_are_not_finite_are_counted_and_no_difference_is_made_up() ->
     lost = found.assign(clip_fraction=[0.0] * 3 + [math.nan] * 3 + [0.5] * 3)
     drawn = svg(across_figure(lost, "clip_fraction", "k3"))
     assert "no rank correlation; y is not finite" in " ".join(ElementTree.fromstring(drawn).itertext())
-    _, said = answer(lost, "k3", "x")
-    assert said.endswith("\n\nno rank correlation of clipped shares and k3 (3 not finite)")
-    assert "| none |" in said, "runs may lack a clipped share"
+    varied = lost.assign(outside_fraction=range(9), k3=range(9))
+    value, said = answer(varied, "k3", "x")
+    assert [*value["rank_correlations"]] == ["outside_fraction"]
+    assert "rank correlation of outside_fraction and k3: 1.00" in said
+    assert "of clip_fraction" not in said, "runs may lack a clipped share"
+    assert "| none |" in said
+    _, said = answer(varied.assign(k3=[math.nan, *range(8)]), "k3", "x")
+    assert said.endswith("\n\nno rank correlation of clipped shares and k3 (1 not finite)")
     _, said = answer(found.assign(entropy=math.nan), "k3", "x")
     assert "| not finite |" in said, "no run lacks an entropy"
 

@@ -75,7 +75,7 @@ def differences(a: str, b: str) -> list[tuple[Literal["=", "-", "+"], str]]:
     """Return the parts of two texts, cut at words: in both (=), in `a` alone (-), in `b` alone (+)."""
     before, after = (re.findall(r"\s*(?:\w+|[^\w\s])|\s+", text) for text in (a, b))
     parts: list[tuple[Literal["=", "-", "+"], str]] = []
-    for kind, a0, a1, b0, b1 in difflib.SequenceMatcher(None, before, after).get_opcodes():
+    for kind, a0, a1, b0, b1 in difflib.SequenceMatcher(None, before, after, autojunk=False).get_opcodes():
         removed, added = "".join(before[a0:a1]), "".join(after[b0:b1])
         parts += [("=", removed)] if kind == "equal" else [("-", removed), ("+", added)]
     return [part for part in parts if part[1]]

@@ -21,13 +21,14 @@ from ppo_repro.analysis.report.sections.terms import terms
 from ppo_repro.analysis.report.sections.tokens import token_section
 from ppo_repro.records.manifest import has_responses
 from ppo_repro.records.notes import by_phase, phases_of
+from ppo_repro.records.reader import own_rows
 
 
 def run_page(facts: Facts, responses: int) -> str:
     """Return the page of one run of PPO, which shows `responses` responses token by token."""
     iterations, steps = summary_tables(facts)
     numbers = read_page_numbers(facts, iterations, steps)
-    counts, computed, content = numbers.counts, facts.without_copied(iterations), facts.content
+    counts, computed, content = numbers.counts, own_rows(iterations, facts.manifest), facts.content
     is_diagnosed = counts.agreement.unequal_old_rollout_logprobs and has_responses(facts.manifest)
     cause, by_bucket = cause_of(facts) if is_diagnosed else ([], [])
     cards = (
@@ -49,7 +50,7 @@ def run_page(facts: Facts, responses: int) -> str:
         Section("learning", "Learning", figures=[*learning, *distributions]),
         Section("optimisation", "Optimisation", figures=optimisation),
         mismatch_section(counts, by_bucket, beside_mismatch),
-        clipping_section(facts, computed, facts.without_copied(steps), numbers),
+        clipping_section(facts, computed, own_rows(steps, facts.manifest), numbers),
         *samples_section(facts),
         _numbers(facts, iterations, steps, numbers.curves),
     ]
@@ -62,13 +63,16 @@ def run_page(facts: Facts, responses: int) -> str:
 
 def _numbers(facts: Facts, iterations: pd.DataFrame, steps: pd.DataFrame, run_curves: pd.DataFrame) -> Section:
     """Return the section of key numbers, with folded times, configuration and terms."""
-    unequal = int(iterations["unequal_old_rollout_logprobs"].sum())
+    own = own_rows(iterations, facts.manifest)
     rows = [
         ("iterations", f"{len(iterations):,} of {facts.config.iterations:,}"),
         *((total.title, int(iterations[total.key].sum())) for total in facts.content.totals),
         ("optimizer steps", len(steps)),
-        (f"unequal old and rollout log-probs, {facts.content.token_unit}", unequal),
-        ("largest |old - rollout|, nats", float(iterations["max_abs_old_rollout"].max(skipna=False))),
+        (
+            f"unequal old and rollout log-probs, {facts.content.token_unit}",
+            int(own["unequal_old_rollout_logprobs"].sum()),
+        ),
+        ("largest |old - rollout|, nats", float(own["max_abs_old_rollout"].max(skipna=False))),
     ]
     numbers = [("Whole run", pd.DataFrame(rows, columns=["quantity", "value"]))]
     metrics = curves.informative(facts.content.metrics, [Curves("this run", run_curves)])

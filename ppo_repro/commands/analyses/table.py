@@ -16,7 +16,7 @@ from typing import Any
 
 import pandas as pd
 
-from ppo_repro.analysis.grid_outcomes import ACCURACY, MEASURES, ClipShares, outcomes
+from ppo_repro.analysis.grid_outcomes import ACCURACY, MEASURES, outcomes
 from ppo_repro.analysis.grid_table import (
     MIN_RANKED,
     RankCorrelation,
@@ -81,10 +81,10 @@ def _texts_of_p(values: Iterable[float]) -> list[str]:
 
 
 def _sentences(correlations: Mapping[str, RankCorrelation], measure: str, cells: pd.DataFrame) -> list[str]:
-    _, others = finite_of(cells[[*ClipShares._fields, measure]])
+    _, others = finite_of(cells[measure])
     if others and cells["point"].nunique() >= MIN_RANKED:
         return [f"no rank correlation of clipped shares and {measure}{others}"]
-    return [
+    return [  # a run may lack a clipped share, which then has no sentence
         f"rank correlation of {share} and {measure}: {rank.value:.2f} over {cells['point'].nunique()} settings "
         f"(bootstrap of seeds, 95 % [{rank.low:.2f}, {rank.high:.2f}]), {rank.over_runs:.2f} over {len(cells)} runs"
         for share, rank in correlations.items()

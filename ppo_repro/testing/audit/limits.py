@@ -53,8 +53,8 @@ FEWEST_NUMBERS = 8
 # A lower limit is tried only if at least this many numbers are above it. If all numbers were equal, a lower limit would
 # explain them, whatever made them equal.
 VARIED = 6
-# Stock float32 computes the first response tokens, of which at most this many count. The error of its rms is then about
-# 2 %.
+# Stock float32 computes the first responses, with at most this many tokens, or the first response alone. The error of
+# its rms is then about 2 %.
 FLOOR_TOKENS = 2048
 # A cause must predict at least 4 of the tokens that it is tried on, and at least a third of them. Some causes do not
 # predict all tokens: if log-probs are moved by some positions, the tokens at an end of the response have no prediction.

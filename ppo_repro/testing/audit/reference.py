@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import accumulate
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -29,7 +29,7 @@ class Reference:
     logprobs: list[Tensor]
     floor: float
     largest: float
-    measured: int  # the first responses, of which stock float32 computed every token
+    measured: int  # how many responses stock float32 computed, from the first one
     dropped: int = 0  # drawn tokens that the cuts drop
 
 
@@ -41,51 +41,30 @@ def references_of(
 ) -> dict[Definition, Reference]:
     """Return the reference by each definition of the settings.
 
-    `tallies` receive what was drawn. Stock float32 computes only the first tokens, because these suffice to estimate
-    its rounding error.
+    `tallies` receive what was drawn. Stock float32 computes only the first responses, because these suffice to
+    estimate its rounding error. A response is computed whole: its length may choose the rotary positions (longrope),
+    and later tokens round more.
     """
     definitions = definitions_of(sampling)
-    first = _first_tokens(responses, limits.FLOOR_TOKENS)
+    sizes = accumulate(len(r.response_ids) for r in responses)
+    measured = sum(i == 0 or size <= limits.FLOOR_TOKENS for i, size in enumerate(sizes))
     with float64(model):
         wide = logprobs_by(model, responses, sampling, definitions, is_wide=True, tallies=tallies)
-    stock = logprobs_by(model, first, sampling, definitions)
+    stock = logprobs_by(model, responses[:measured], sampling, definitions)
     references = {}
     for definition in definitions:
-        pairs = zip(first, wide[definition], stock[definition], strict=False)
-        apart = torch.cat([(b - a[: len(b)])[torch.tensor(r.counts)] for r, a, b in pairs])
+        pairs = zip(responses, wide[definition], stock[definition], strict=False)
+        apart = torch.cat([(b - a)[torch.tensor(r.counts)] for r, a, b in pairs])
         apart = apart[apart.isfinite()]
         largest = float(apart.abs().max()) if len(apart) else 0.0
         references[definition] = Reference(
             logprobs=wide[definition],
             floor=max(rms(apart), limits.LEAST_FLOOR),
             largest=largest,
-            measured=sum(len(a.counts) == len(b.counts) for a, b in zip(first, responses, strict=False)),
+            measured=measured,
             dropped=tallies[definition].impossible() if definition in tallies else 0,
         )
     return references
-
-
-def _first_tokens(responses: Sequence[DumpedResponse], count: int) -> list[DumpedResponse]:
-    """Return the first responses with at most `count` tokens that count; the last one may be cut after such a token."""
-    found, left = list[DumpedResponse](), count
-    for r in responses:
-        if not left:
-            break
-        counting = np.flatnonzero(r.counts)
-        found.append(r if len(counting) <= left else _cut_after(r, int(counting[left - 1])))
-        left -= min(left, len(counting))
-    return found
-
-
-def _cut_after(r: DumpedResponse, token: int) -> DumpedResponse:
-    here = slice(token + 1)
-    return replace(
-        r,
-        response_ids=r.response_ids[here],
-        sampler=r.sampler[here],
-        trainer=r.trainer[here],
-        counts=r.counts[here],
-    )
 
 
 def chunks_of(

@@ -201,6 +201,19 @@ def test_a_list_of_dicts_of_columns(kind: Any, tmp_path: Path) -> None:
     assert same(read(tmp_path / "dump.pt", None), expected)
 
 
+def test_the_first_row_of_a_list_decides_whose_format_it_is(tmp_path: Path) -> None:
+    row = ROWS["ppo_repro"]
+    two_stacks = row | {"rollout_log_probs": [-1.0] * 3, "old_log_probs": [-1.0] * 3}
+    torch.save([row, two_stacks], tmp_path / "dump.pt")
+    assert len(read(tmp_path / "dump.pt", None)) == 2
+    for second in ({}, {name: value for name, value in row.items() if name != "old_logprobs"}):
+        torch.save([row, second], tmp_path / "dump.pt")
+        with pytest.raises(UserError, match="row 2: no column"):
+            read(tmp_path / "dump.pt", None)
+    torch.save([], tmp_path / "dump.pt")
+    assert read(tmp_path / "dump.pt", None) == []
+
+
 def test_one_number_beside_the_columns_is_no_column(tmp_path: Path) -> None:
     columns = {name: torch.tensor([row]) for name, row in ROWS["verl"].items()}
     torch.save(columns | {"kl_coef": torch.tensor(0.5)}, tmp_path / "dump.pt")

@@ -59,7 +59,7 @@ def read_run(run_dir: Path) -> OneRun:
     """Read a run of any kind. Raises UserError if it is damaged or has no complete iteration."""
     facts = read_facts(run_dir)
     iterations, steps = summary_tables(facts)
-    return OneRun(facts, facts.without_copied(iterations), run_curves(facts, iterations, steps))
+    return OneRun(facts, reader.own_rows(iterations, facts.manifest), run_curves(facts, iterations, steps))
 
 
 def summary_tables(facts: Facts) -> tuple[pd.DataFrame, pd.DataFrame]:

@@ -9,8 +9,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
-
 from ppo_repro.analysis.report.data.metrics import CONTENT, PageContent
 from ppo_repro.base.errors import UserError
 from ppo_repro.config.control import ControlConfig
@@ -42,10 +40,6 @@ class Facts:
     def iterations(self) -> range:
         """Return the iterations that were complete at the time of reading; a run in progress may have more now."""
         return range(self.manifest.num_iterations)
-
-    def without_copied(self, rows: pd.DataFrame) -> pd.DataFrame:
-        """Return the rows of the iterations that the run computed itself; a fork copied the others from its origin."""
-        return rows[rows["iteration"].isin(self.manifest.own_iterations)]
 
     @property
     def forked_at(self) -> int | None:

@@ -14,6 +14,7 @@ from ppo_repro.analysis.report.data.run_facts import Facts
 from ppo_repro.config.control import ControlConfig
 from ppo_repro.config.mismatch import SamplerFaults, TrainerFaults
 from ppo_repro.config.run import RunConfig
+from ppo_repro.records.reader import own_rows
 from ppo_repro.runs.summary import (
     MANY_CUT,
     are_drawn,
@@ -61,7 +62,7 @@ def _changes_of_returns(facts: Facts, config: ControlConfig, iterations: pd.Data
 def _changes_of_scores(facts: Facts, config: RunConfig, iterations: pd.DataFrame) -> list[Statement]:
     results = evaluated_results(config.reward, facts.is_judged)
     # the origin of a fork may have other rewards
-    (_, scores), *rewards = sampled_means(config, facts.without_copied(iterations)).items()
+    (_, scores), *rewards = sampled_means(config, own_rows(iterations, facts.manifest)).items()
     rewarded = "".join(f"; their mean {words} {change(*means)}" for words, means in rewards)
     kl = number(float(iterations["ref_kl_per_sequence"].iloc[-1]), 3)
     how = f"greedy, {number(config.task.num_eval_prompts)} prompts"

@@ -1,9 +1,9 @@
 """The names in transformers by which the audit recognises what a cause may change: every pattern, with an example.
 
-Most causes need no name: the audit tries every field that a model's code reads, every norm, every vector. The names say
-which values a field may have, which module is a router, and which fields change no log-prob. If transformers renames
-something, its row recognises nothing, and a cause is lost: `tests/testing/audit/test_names.py` says which rows each
-family has.
+A pattern is a regular expression. Most causes need no name: the audit tries every field that a model's code reads,
+every norm, every vector. The names say which values a field may have, which module is a router, and which fields change
+no log-prob. If transformers renames something, its row recognises nothing, and a cause is lost:
+`tests/testing/audit/test_names.py` says which rows each family has.
 """
 
 from __future__ import annotations

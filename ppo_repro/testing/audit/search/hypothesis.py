@@ -48,7 +48,7 @@ class Hypothesis:
     def advice(self) -> str:
         """Return what to do about the causes and the pattern."""
         mends = [cause.advice for cause in self.causes]
-        if self.pattern != "none" or not mends:
+        if self.pattern != "none" or (self.explains and not mends):
             mends.append(ADVICE[_NAMES[self.pattern]].mend)
         return "; ".join(dict.fromkeys(mends))
 
@@ -85,10 +85,10 @@ def hypothesis_of(trial: Trial, candidate: Candidate) -> Hypothesis:
     combination, errors = candidate.combination, candidate.errors
     causes = combination.causes
     before = trial.plain.left if causes else math.inf
-    narrow = (
+    narrow = [
         rms(trial.narrow_errors(cause, trial.many)) for cause in causes if cause.rounds("computed", "part", "logits")
-    )
-    explains = is_rounding(errors, before, trial.tolerance, max(narrow, default=0.0))
+    ]
+    explains = any(is_rounding(errors, before, trial.tolerance, size) for size in (0.0, *narrow))
     words = combination.words(trial.side.sampling)
     if trial.stored.name and (is_rounding(errors, before, trial.tolerance) or not causes):
         words.append(f"rounded to {trial.stored.name}")
@@ -129,9 +129,10 @@ class Hypotheses:
 
     def shown(self) -> list[Hypothesis]:
         """Return the best ones, those that leave at most half of the errors, and the one without a cause."""
-        plain = self.plain.left
-        near = (t for t in self.others if not t.deviations or t.left <= limits.OF_ERRORS * plain)
-        return [*self.best, *near][: limits.SHOWN]
+        limit = limits.OF_ERRORS * self.plain.left
+        plain = [t for t in self.others if not t.deviations]
+        near = (t for t in self.others if t.deviations and t.left <= limit)
+        return [*[*self.best, *near][: limits.SHOWN - len(plain)], *plain]
 
     def temperature(self, tolerance: float) -> float | None:
         """Return a temperature that is among the causes of a hypothesis which leaves at most the tolerance."""

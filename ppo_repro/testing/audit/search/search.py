@@ -8,6 +8,7 @@ explains the numbers.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import replace
 from itertools import combinations
@@ -128,7 +129,8 @@ def _limit(trial: Trial) -> float:
     """
     halves = (cause for cause in trial.causes if cause.rounds("computed", "weights"))
     narrow = (trial.scale * rms(trial.narrow_errors(cause, trial.few)) for cause in halves)
-    return limits.NEAR * max([limits.TOKEN_OVER_RMS * trial.tolerance, *narrow])
+    # 16 bits that overflow limit nothing
+    return limits.NEAR * max([limits.TOKEN_OVER_RMS * trial.tolerance, *filter(math.isfinite, narrow)])
 
 
 # the value of a parameter

@@ -1,6 +1,6 @@
 """The numbers by which the audit judges, with their reasons. Errors are recorded minus predicted log-probs, in nats.
 
-The comment above a number says what it limits. Then it says why.
+The comment above a number says first what the number limits, and then why it has this value.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from ppo_repro.models.stock import float64
 from ppo_repro.testing.audit.ignored_options import not_computed
 from ppo_repro.testing.audit.stack import positions, vocabulary
 
-PROBE = 2, 16  # tokens on which two implementations of attention are compared, fewer and more than a window
+PROBE = 2, 16  # tokens on which two implementations of attention are compared; more than a window only of small models
 SAME = 1e-12  # of the largest logit, in float64: another order of sums
 FROM_DISK = {"local_files_only": True, "trust_remote_code": False}
 

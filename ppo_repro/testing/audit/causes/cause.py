@@ -37,7 +37,7 @@ class Parameter:
     propose: Callable[[Sequence[RecordedChunk]], Sequence[float]] | None = None  # in place of `usual`: finds the values
     is_fitted: bool = False  # least squares improve the best of these values
     in_pairs: int = 0  # so many of these values are tried together with another cause
-    # of a temperature, by which all logits are divided: the cause that computes the same as the value 1
+    # for a temperature: the cause that computes the same numbers as temperature 1
     temperature_1: OtherDistribution | None = None
 
     def values(self, chunks: Sequence[RecordedChunk]) -> Sequence[float]:

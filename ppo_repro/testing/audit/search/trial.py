@@ -42,7 +42,7 @@ class Trial:
     tried_numbers: Sequence[Numbers]  # of the side, on the device of the model; usable are the tokens that are tried
     wrong_responses: Sequence[int]
     stored: Stored  # the format of the numbers
-    scale: float  # of the numbers: sums of many log-probs round more
+    scale: float  # how many times as large as log-probs the numbers are, as sums are; they round as much more
     tolerance: float  # rms of rounding, nats
     causes: tuple[Cause, ...]  # in the order of the stages, so that logits and softmax are computed once
     predictor: Predictor

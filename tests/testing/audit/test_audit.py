@@ -38,7 +38,7 @@ from ppo_repro.testing.audit.reference import Reference
 from ppo_repro.testing.audit.report import lines
 from ppo_repro.testing.audit.search import other_bits, search
 from ppo_repro.testing.audit.search.combination import Combination, together
-from ppo_repro.testing.audit.search.hypothesis import Hypothesis, hypotheses_of
+from ppo_repro.testing.audit.search.hypothesis import Hypotheses, Hypothesis, hypotheses_of
 from ppo_repro.testing.audit.search.trial import Candidate, Trial, trial_of
 from ppo_repro.testing.audit.sides import RecordedSide
 from ppo_repro.testing.audit.stack import StackModel, StackSampling
@@ -641,3 +641,12 @@ def test_an_architecture_that_the_kernels_do_not_know(family: str) -> None:
     found = judged(other, alone, with_bos, other.logprobs(temperature=1.0))
     assert cause_of(found.sampler) == "prompt with a BOS token before it"
     assert cause_of(found.trainer) == "temperature 1 instead of 0.8"
+
+
+def test_the_numbers_as_they_are_stay_on_a_long_list() -> None:
+    close = Candidate(Combination(), torch.full((9,), 0.1))
+    near = [Hypothesis(close, False, str(i), "of other tokens") for i in range(9)]
+    plain = Hypothesis(Candidate(Combination(), torch.ones(9)), False, "as it is")
+    shown = Hypotheses([], [*near, plain]).shown()
+    assert (len(shown), shown[-1]) == (limits.SHOWN, plain)
+    assert plain.advice == "", "float32 numbers are not told to be recorded in float32"

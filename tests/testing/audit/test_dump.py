@@ -159,6 +159,14 @@ def test_a_token_without_a_log_prob_may_come_first(tmp_path: Path) -> None:
     assert np.isnan(found.sampler[0])
 
 
+def test_a_column_may_be_left_out_of_the_first_token(tmp_path: Path) -> None:
+    rows = by_token("ppo_repro")
+    for row in rows[1:]:
+        row["entropies"] = 0.5
+    (found,) = read(write(tmp_path / "x.jsonl", rows), None)
+    assert np.array_equal(found.extra["entropies"], [np.nan, 0.5, 0.5], equal_nan=True)
+
+
 def test_the_tokens_of_a_response_have_one_prompt(tmp_path: Path) -> None:
     rows = by_token("ppo_repro")
     rows[1] |= {"prompt_ids": [5, 7]}

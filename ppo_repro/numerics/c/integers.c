@@ -7,14 +7,14 @@
 // |sum of X W| <= 128 4095^2 < 2^31, and the scales are 2^-63 .. 2^48, so the last product is exact. A block
 // with a NaN, or with a number of 2^60 or above, has the scale NaN. definition: product.exact
 //
-// In memory a block is the float 2^-s, then pairs of integers of 16 bits in the place of a float each. So
-// tiles step through floats in both precisions: x and w of one term, or two terms of each. With AMX (amx.c)
-// an integer is two signed bytes, X = 64 h + l with l in [-32, 31]. A float's place has four terms: first the
-// bytes h of all terms, then the bytes l.
+// In memory a block is the float 2^-s, followed by pairs of integers of 16 bits, each pair in the memory of a
+// float. So tiles step through floats in both precisions, with one term in each float or with two. With AMX
+// (amx.c) an integer is two signed bytes, X = 64 h + l with l in [-32, 31], and the memory of a float has
+// bytes of four terms: first come the bytes h of all terms, then the bytes l.
 //
-// An outlier leaves the other numbers of its block few bits. Products (not the gradients of weights) add what
-// is lost, where a block of w, or of x in the forward pass, is mostly small: where more than half of its
-// numbers are not zero and have |X| < 32.
+// An outlier leaves the other numbers of its block few bits. Therefore products, but not gradients of
+// weights, add the remainders X' and W' if a block of w, or in the forward pass of x, is mostly small: if
+// more than half of its numbers are not zero and have |X| < 32.
 //
 //   X' = rint((x 2^s - X) 2^11)
 //   block += (float)(sum of X W' + X' W) (2^-sx 2^-sw 2^-11)

@@ -1,10 +1,10 @@
 // Tiles: small rectangles of a result whose sums stay in registers. Products, gradients of weights and
-// attention are loops over tiles. Rule 1 is stated here; chain_block in gradients.c has the same chain over
-// positions.
+// attention are loops over tiles. This file has the chain of rule 1, and chain_block in gradients.c has the
+// same chain over positions.
 //
 // Rule 1: y[i][j] = sum over k of x[i][k] w[k][j]. The terms are cut into blocks of BLOCK. A block is one
 // chain acc = fma(x, w, acc) from +0 by rising k, and the blocks are added in order, y = y + block from y =
-// +0. Because even the first block is added to +0, no sum is -0, and terms that are zero may be left out.
+// +0. Because the first block too is added to +0, no y is -0, and terms that are zero may be left out.
 // definition: product.chain, product.product
 //
 // A tile is ROWS rows by 16 columns (by 32 with AVX-512). Each of its sums stays in one element of one vector
@@ -30,11 +30,11 @@ typedef struct {
   int first;       // this block is the first of its sum, which begins at +0; earlier contents of y are lost
 } BlockOfProduct;
 
-// What a tile sums: a chain; in precision high, integers, and then what their remainders add
+// What a tile sums: a chain of float32, or in precision high integers, or their remainders
 enum { CHAIN, INTEGERS, REMAINDERS };
 
-// Adds one tile of the block, from w and y on, to y. `rows` and `panels` are constants where this is inlined,
-// as the steps may be: then all sums are registers.
+// Adds one tile of the block, from w and y on, to y. Callers pass constants as `rows` and `panels`, because
+// then the compiler keeps all sums in registers.
 INLINE void add_tile(const BlockOfProduct *a, const float *restrict w, float *restrict y, long x_step,
                      long w_step, const int rows, const int panels, const int kind) {
   const int is_high = kind != CHAIN;
@@ -148,7 +148,7 @@ static void add_wide_tile(const BlockOfProduct *a, const float *w, float *y) {
   }
 }
 
-// 16 columns, any steps
+// Adds 16 columns, for any steps
 static void add_narrow_tile(const BlockOfProduct *a, const float *w, float *y) {
   const long x_step = a->x_step;
   const long w_step = a->w_step;

@@ -26,7 +26,7 @@ MAX_LEFT_OUT = 4  # times as many weights as the files have: a head and an embed
 _TEMPLATES = "additional_chat_templates"
 _KINDS = {stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
 _DTYPES = {"F32", "F16", "BF16"}
-# masks and frequencies that older versions saved; they are computed today
+# masks and frequencies, which older versions of transformers saved and newer ones compute
 NOT_WEIGHTS = re.compile(r"\.(attn|attention)\.(masked_)?bias$|\.rotary_emb\.inv_freq$|(^|\.)position_ids$")
 
 

@@ -103,7 +103,7 @@ def _check_tensors(model: PreTrainedModel, report: dict[str, Any], where: str) -
     for name in sorted(report["unexpected_keys"]):
         raise UserError(f"{where}: has a tensor {name}, which a model of its config.json does not have; restore it")
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    # transformers unties a saved head that differs
+    # if the files have a head that differs from the embedding, transformers unties the two
     if head is not None and model.config.tie_word_embeddings and head.weight is not embedding.weight:
         raise UserError(f"{where}: has a head of its own, and tie_word_embeddings in its config.json; set it to false")
     for name, parameter in model.named_parameters():
@@ -117,7 +117,7 @@ def _load_tokenizer(folder: Path, vocab_size: int, where: str) -> PreTrainedToke
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         tokenizer.decode(tokenizer(_EVERY_KIND)["input_ids"])  # a part that is missing shows when it is needed
         special_tokens(tokenizer)
-        # some classes add tokens that their models lack: a prompt that uses one is refused where it is read
+        # some tokenizers add tokens that their models lack; a prompt with such a token is refused when it is read
         added = tokenizer.get_added_vocab()
         own = [(token, i) for token, i in tokenizer.get_vocab().items() if token not in added]
     if not own:

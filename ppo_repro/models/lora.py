@@ -224,7 +224,7 @@ def share_frozen(model: Adaptable, base: PreTrainedModel, lora: Lora) -> Lora:
 
 
 def _require_same_bits(name: str, ours: Tensor, theirs: Tensor) -> None:
-    # as integers: zeros of two signs are different bits
+    # compared as integers, because +0 and -0 are different bits
     if ours.shape != theirs.shape or not torch.equal(
         ours.detach().view(torch.int32), theirs.detach().view(torch.int32)
     ):

@@ -100,7 +100,7 @@ def checkpoint_gradients(trunk: PreTrainedModel) -> None:
         return
     for layer in decoder_layers(trunk):
         layer.gradient_checkpointing = True
-        # the forward draws no random number, so there is no generator state to restore
+        # the forward pass draws no random numbers, so there is no generator state to restore
         recompute = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
         layer._gradient_checkpointing_func = recompute  # type: ignore[assignment]
 
@@ -167,7 +167,7 @@ def sequence_scores(
         slots: [S + 1] as in `Rows`, for a pass with gradients; None without gradients.
         sums: receive the gradients of weights.
     """
-    # the token after the last one is no input
+    # `lay_out` scores a response, so each sequence gets one token, which is no input
     batch = lay_out(sequences, [(0,)] * len(sequences), padding, slots=slots).with_sums(sums)
     hidden = hidden_states(trunk_of(classifier), batch)
     return scalar(cast(nn.Linear, classifier.score), hidden, batch.rows, lowered_of(classifier))

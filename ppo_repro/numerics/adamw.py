@@ -102,7 +102,7 @@ class AdamW:
         self.steps += 1
         kernels_of(device).adamw(tensors, len(tensors), step_constants(settings, norm, self.steps))
         self.shards.spread({name: p.detach().view(-1) for name, p in self.parameters.items()})
-        # packed copies of weights are outdated when these counters change
+        # a change of these counters tells `PackedMatrix.prepare` to pack the weights again
         torch.autograd.graph.increment_version(self.parameters.values())
         return norm
 
@@ -137,7 +137,7 @@ class AdamW:
     def load(self, state: OptimizerState) -> None:
         """Continue from whole moments.
 
-        Raises ValueError for parameters that one side lacks, or that have steps of their own.
+        Raises ValueError if one side lacks a parameter, or if two parameters have taken different numbers of steps.
         """
         require_same_names(self.parameters, state.steps, "steps of")
         steps, by_steps = max(state.steps.values(), default=0), sorted(state.steps, key=state.steps.__getitem__)
@@ -168,7 +168,7 @@ class NativeAdamW:
             eps=settings.eps,
             weight_decay=settings.weight_decay,
         )
-        # as torch does at a parameter's first gradient; some parameters never have one
+        # torch makes this state at a parameter's first gradient, and some parameters never get one
         for p in self.parameters.values():
             moments = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
             self.adamw.state[p] = {"step": torch.zeros(()), **moments}

@@ -21,8 +21,8 @@ from ppo_repro.numerics.build import Platform, Variant
 from ppo_repro.numerics.interface import Struct, constants, ffi
 
 CHOICE = "PPO_REPRO_KERNELS"
-# of known_answer() in C, as tests/numerics/known_answer.py computes it by the definition: a change of a number is a
-# change of results in its precision, unless known_answer() computes something else
+# The results of known_answer() in C. tests/numerics/known_answer.py computes them by the definition. If a number must
+# change, results of its precision have changed, unless known_answer() itself computes something else.
 KNOWN_ANSWER = 0x9D228E3BE09FEDBB
 KNOWN_ANSWER_HIGH = 0x45C94D70167ADF9A
 KNOWN_ANSWERS = {constants.PRECISION_HIGHEST: KNOWN_ANSWER, constants.PRECISION_HIGH: KNOWN_ANSWER_HIGH}
@@ -32,19 +32,18 @@ MEND = "run `make setup` or `pip install -e .` in a checkout, or install the whe
 
 
 class Kernels:
-    """Functions of `c/interface.h` in one library.
+    """The C functions of one library, by their names in `c/interface.h`.
 
-    Calls take turns, because there is one pool of threads and one memory.
-
-    A call releases the interpreter, so other Python threads run meanwhile; a second call waits for the first. A call
-    raises OutOfMemory if memory is full, UserError if a GPU refuses an operation; the next call computes as before.
+    A call releases the interpreter, so other Python threads run meanwhile. A second call waits for the first, because
+    there is one pool of threads and one memory. A call raises OutOfMemory if memory is full, and UserError if a GPU
+    refuses an operation. The next call computes as before.
     """
 
     def __init__(self, functions: Any) -> None:
         self._functions = functions
         self._failure = functions.last_failure()
         self.turn = threading.RLock()  # reentrant: a finalizer may run between the lines of a call
-        # threads that compute, the caller included; one number for the process, which only `set_threads` changes
+        # threads that compute, the caller included; only `set_threads` changes this number
         self.threads = 1
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
@@ -149,7 +148,7 @@ def load() -> Kernels:
         library.forget_workers()  # a forked child has none of the threads
         library.threads = 1
 
-    # a fork waits until no call runs, so that the child finds no lock that nobody opens
+    # os.fork waits until no call runs: otherwise the child would inherit a lock that no thread ever releases
     os.register_at_fork(
         before=library.turn.acquire, after_in_parent=library.turn.release, after_in_child=after_in_child
     )

@@ -34,7 +34,7 @@ class LogitScale:
 
 
 def logit_scale_of(config: PretrainedConfig) -> LogitScale:
-    """Return what follows the head of a model."""
+    """Return the divisor and the soft cap of a model's logits, from its config."""
     family = FAMILIES[config.model_type]
     return LogitScale(
         divisor=number_of(config, family.logit_divisor, 1.0),

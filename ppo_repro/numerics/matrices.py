@@ -103,7 +103,7 @@ class PackedMatrix:
             fuse(self.biases)
 
     def prepare(self) -> Struct:
-        """Return the struct with panels of the current weights."""
+        """Pack the weights if they have changed since the last call, and return the struct."""
         matrix = self.struct
         device = self.weights[0].device
         if versions_of((*self.weights, *self.biases)) == self._state:
@@ -135,7 +135,7 @@ class ExpertMatrix(PackedMatrix):
         super().__init__([stacked.detach()[expert]], packing, struct=structs + expert)
 
     def prepare(self) -> Struct:
-        """Return the struct with panels of the current weights."""
+        """Pack the expert's weights if they have changed since the last call, and return the struct."""
         self.weights = (self._stacked.detach()[self._expert],)  # the parameter may have other memory now
         return super().prepare()
 

@@ -107,7 +107,7 @@ class NativeNetwork:
         ids, positions, flat_index = _padded_rows(batch, "right")
         valid = torch.zeros(ids.shape, dtype=torch.bool)
         valid.view(-1)[flat_index] = True
-        # a padded query sits at position 0, where it sees one key; its result is not used
+        # a padding token is a query at position 0, so that it sees one key; its result is not used
         cache.aim(torch.tensor(list(seats)), positions, valid)
         last = positions.to(self.trunk.device)
         masks = stock_masks(

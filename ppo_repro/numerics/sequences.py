@@ -19,7 +19,7 @@ from ppo_repro.numerics.interface import CPU, Ints, constants, ints
 class Rows:
     """Sequence and position of each row of a tensor, in order.
 
-    Gradients of weights are sums over rows: blocks of 128 positions of one sequence, sequences by slots.
+    Gradients of weights are sums over rows. Rule 2 takes their order from sequence, position and slot.
     """
 
     sequence: Ints  # [n], rising

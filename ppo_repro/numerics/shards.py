@@ -84,7 +84,7 @@ class Shards:
         return slice(self.cuts[name][positions.start], self.cuts[name][positions.stop])
 
     def _rounds(self) -> Iterator[tuple[int, range, range]]:
-        """Yield of each round the other rank, the positions whose elements this rank keeps, and those of the other."""
+        """Yield for each round the other rank, and the positions that this rank and the other rank keep."""
         bit, half = 1, self.ranks.size // 2
         while half:
             kept, given = (position // half * half for position in (self.position, self.position ^ half))
@@ -116,7 +116,7 @@ def _messages(flat: Mapping[str, Tensor]) -> Iterator[list[str]]:
 
 
 def divided(tensors: Mapping[str, Tensor], ranks: Ranks) -> Shards:
-    """Give each rank equally many stretches of each tensor, up to one; the odd ones go round."""
+    """Divide the stretches of each tensor evenly; which ranks get one stretch more changes from tensor to tensor."""
     cuts = {}
     for number, (name, tensor) in enumerate(tensors.items()):
         n, stretches, odd = tensor.numel(), -(-tensor.numel() // STRETCH), number % ranks.size

@@ -30,7 +30,8 @@ from ppo_repro.numerics.weights import copy_named
 from ppo_repro.records.reader import check_file
 
 FORMAT = "6"
-# of the kernels that wrote a checkpoint, by its run's precision; with another one it would continue as another run
+# The known answer of the kernels that wrote a checkpoint, by the run's precision. With other kernels the run would
+# continue with other bits.
 _KERNELS: dict[Precision, str] = {
     "highest": f"known answer {KNOWN_ANSWER:016x}",
     "high": f"known answer {KNOWN_ANSWER_HIGH:016x}",

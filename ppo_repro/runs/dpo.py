@@ -294,7 +294,7 @@ def _start_of_run(config: DPOConfig, run_dir: Path, watcher: Watcher, ranks: Ran
         raise UserError(f"run = {run_dir}: its episodes have several turns; DPO here compares responses of one turn")
     recorded_in = of_run["numerics"]
     of_run |= {"numerics": config.numerics.model_dump(mode="json"), "layout": config.layout.model_dump(mode="json")}
-    # the recorded engine may not allow these numerics, and how it differed from the trainer would change the divergence
+    # the recorded engine may not work with these numerics, and its mismatch would change the divergence
     of_run["rollout"] |= {"engine": {"kind": "torch"}, "mismatch_sigma": None}
     of_run.pop("mismatch", None)
     # DPO trains all weights; the adapters of a run change no weight before the first step

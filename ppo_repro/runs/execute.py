@@ -106,7 +106,7 @@ class _Recorder(Generic[Item]):
         is_due = checkpoints is not None and checkpoints.is_due(item.index + 1)
         if checkpoints is not None and is_due:
             self._save(checkpoints, item.index)
-        if self._computed == 1 or is_due:  # the first iteration says how long the others may take
+        if self._computed == 1 or is_due:  # the first iteration says how long an iteration may take
             self._settle()
         self._clock.lap("records")
 

@@ -69,7 +69,7 @@ def plan_fork(source: Path, at: int | None, overrides: Sequence[str], out: Path,
             "record it with checkpoints.every > 0"
         )
     start = _start(source, recorded, at, config.iterations)
-    # of a run that is not complete the fingerprint is the last link of its chain
+    # an incomplete run has no fingerprint; the last link of its chain stands for it
     origin = Origin(
         run=str(source.resolve()),
         iteration=start,

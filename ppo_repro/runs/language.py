@@ -95,7 +95,7 @@ class LanguageExecution(Execution[Iteration]):
         state, training = self.prepared.state, self.prepared.reward_training
         judged = {} if training is None else {"reward_model_pair_accuracy": training.accuracy_after}
         digests = {
-            # the reference is what the policy was before the first step, and before a bit was flipped
+            # the reference has the policy's weights before the first step, and before a deliberate flip of a bit
             "initial_policy_digest": weights_digest(state.reference.named_parameters()),
             "policy_digest": weights_digest(state.policy.named_parameters()),
             "value_digest": weights_digest(state.own_value_module.named_parameters()),
@@ -160,7 +160,7 @@ class LanguageKind(RunKind[RunConfig, Iteration]):
         """Open an execution. Raises PromiseBroken if a rank begins with other weights than the first one."""
         with ExitStack() as stack:
             context = EngineContext(config, run_dir, self.recorded, self.watcher, self.ranks)
-            # its mistakes are reported before the minutes of a warm start
+            # started first, so that its mistakes are reported before the minutes of a warm start
             own = stack.enter_context(own_engine(context))
             reference = None if start is None else start.reference
             prepared = prepare(config, self.watcher, reference, share=True, ranks=self.ranks)

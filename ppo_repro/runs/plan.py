@@ -36,7 +36,7 @@ SMALLER: tuple[tuple[str, int], ...] = (  # fields of `layout` and values that m
 ADAPTER = "{rank: 16, alpha: 32}"
 LEAST_SAVED = 0.9  # of the peak, which a change of a field must come below to be named
 EXACT_ROWS = ("weights", "moments", "older policies", "gradients")  # no estimates
-# the interpreter with torch and transformers, and compiled kernels; 0.2 GB of it are files that the system takes back
+# bytes of the interpreter with torch, transformers and kernels; 0.2 GB of it are pages of files, which the system frees
 # when memory is short
 PROCESS = 700_000_000
 CARD_SCRATCH = 600_000_000  # the memory that kernels of a GPU allocate: scores of attention, parts of products
@@ -114,7 +114,7 @@ def _of_weights(config: RunConfig, policy: Shape, models: tuple[Model, ...], pro
     trained = [model for model in models if model.trained]
     updated, collected = (sum(getattr(m, name) for m in trained) for name in ("trained", "collected"))
     stays = FLOAT * sum(model.weights for model in models)
-    # the model is read, and copied until adapted models share its weights
+    # the model as read, and a copy of it until adapted models share its weights
     read = stays + FLOAT * policy.parameters * (2 if any(model.frozen for model in trained) else 1)
     version, lag = FLOAT * models[0].trained, min(sampler.lag, config.ppo.iterations - 1)
     older = dict.fromkeys(PHASES[1:], lag * version)
@@ -156,7 +156,7 @@ def _of_passes(config: RunConfig, policy: Shape, value: Shape | None, processes:
         FLOAT * vocabulary * min(count * responses, max(1, LOGITS_AT_ONCE // vocabulary)) for count in (forward, update)
     ]
     several = 2 if config.numerics.mode == "deterministic" else 5
-    # top-k and top-p: which of the vocabulary each token was drawn from, a bit each, of all responses in each process
+    # with top-k or top-p each process has, for each token of all responses, one bit for each token of the vocabulary
     kept_sets = sequences * responses * ceil(vocabulary / 8) * config.rollout.cuts
     return {
         "activations": {

@@ -204,7 +204,7 @@ def prepare(
     functions = load_functions(config.functions)
     try_functions(config, functions)
     source, tokenizer = _source(config, prompts.problems, start_folder, device)
-    # before the minutes that a warm start takes
+    # checked here, before the minutes of a warm start
     ends = stop_ids(source, tokenizer)
     problems, ids = _encoded(config, prompts.problems, tokenizer, ends, source.config.vocab_size, watcher)
     stop, most = config.rollout.stop, config.rollout.max_response_tokens

@@ -20,7 +20,7 @@ from ppo_repro.runs.starting_point import start_files
 
 @dataclass(frozen=True)
 class Continued(Generic[Config]):
-    """A recorded run that is computed on, or again."""
+    """A recorded run that will be continued, or computed again."""
 
     recorded: Manifest
     config: Config

@@ -44,7 +44,7 @@ def run(
 ) -> tuple[Path, dict[str, float]]:
     """Execute a configuration and record everything; a run that fails midway keeps its complete iterations.
 
-    If there are several processes, the first one records; the others get copies of the files that the run reads.
+    If there are several processes, the first one records. All others get copies of the files that the run reads.
 
     Args:
         clock: a running clock, whose phases count too.
@@ -149,7 +149,7 @@ def _mark_ended(run_dir: Path, error: BaseException) -> None:
     """
     interrupts.ending()  # launchers send a signal again and again
     with suppress(UserError, OSError):
-        # from the disk: the error may have come after the file was written and before our copy was updated
+        # read the manifest again: the error may have come after it was written and before our copy was updated
         ended = RunWriter(run_dir)
         if ended.head.status != "complete":
             sums = run_dir / UNEQUAL / SUMS_NAME

@@ -26,7 +26,7 @@ PHASES = ("rollout", "forward", "update")  # phases that handle tokens
 SHOWN = 0.05  # seconds; a shorter phase rounds to 0.0
 MANY_CUT = 0.5  # share of the responses cut at the limit from which a person hears of it
 UNITS: Mapping[Kind, str] = {LANGUAGE: "tokens", CONTROL: "steps", DPO: "pairs"}  # the meaning of a token
-# of the table `iterations`, worth a glance; together not wider than a terminal of 80 columns
+# the shown columns of the table `iterations`; together not wider than a terminal of 80 columns
 COLUMNS: Mapping[Kind, tuple[str, ...]] = {
     LANGUAGE: ("iteration", "score_mean", "eval_score", "entropy", "ref_kl_per_token", "explained_variance"),
     CONTROL: ("iteration", "episode_return_mean", "eval_return", "entropy", "explained_variance"),

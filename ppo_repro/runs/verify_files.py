@@ -25,7 +25,7 @@ from ppo_repro.records.label import LABEL_NAME
 from ppo_repro.records.manifest import Manifest
 from ppo_repro.runs.summary import not_promised
 
-# what a process writes before the manifest lists it; a file with another name belongs to the user
+# names of files that a process may write before the manifest lists them; any other unlisted file is foreign
 _UNFINISHED = re.compile(
     r"(manifest\.json|iterations\.jsonl)\.tmp"
     rf"|({'|'.join(map(re.escape, (ACCURACY_NAME, CARD_NAME, TIMES_NAME)))}|resumed-\d{{3,}}\.json)(\.tmp)?"

@@ -49,7 +49,7 @@ class PrefixIndex:
         keys = _keys(prompt)
         for length in range(len(keys), 0, -1):
             seat = self._seats.get(keys[length - 1])
-            # the seat may hold other tokens by now, and two prefixes may have the same key
+            # compare the tokens: the seat may have other tokens by now, and two prefixes may have the same key
             if seat is not None and self._tokens[seat][:length] == tuple(prompt[:length]):
                 return seat, length
         return 0, 0

@@ -272,7 +272,7 @@ CALLS = {
     "keywords": Convention(lambda function, row, options: number(function(**row))),
     "unchecked": Convention(lambda function, row, options: function(**row, **options)),  # a function of this package
 }
-# the values of a reward's parameters by name, with the aliases of each name; fields and turns are copies
+# names that a reward's parameters may have, with their aliases; fields and turns are copies
 PLAIN = {
     "prompt": ("question",),
     "response": ("completion", "solution_str"),

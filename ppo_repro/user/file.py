@@ -234,7 +234,7 @@ def uncopied(before: Collection[str]) -> list[str]:
     homes = Path(sys.prefix), Path(sys.base_prefix), Path(__file__).parents[1]
     new = {name: module for name, module in list(sys.modules.items()) if name not in before}
     files = [getattr(module, "__file__", None) for name, module in new.items() if not name.startswith(_PREFIX)]
-    # torch has modules whose files are names only
+    # some modules of torch have a bare name as `__file__`
     paths = [Path(file) for file in files if file and "site-packages" not in file and Path(file).is_absolute()]
     return sorted(str(file) for file in paths if not any(map(file.is_relative_to, homes)))
 

@@ -88,7 +88,8 @@ def _failed(request: Mapping[str, Any], message: str) -> UserError:
 
 def _start() -> tuple[subprocess.Popen[bytes], Connection]:
     ours, theirs = Pipe()
-    # a fixed hash seed gives sets of texts one order in every process; Ctrl-C in a terminal goes to the run alone
+    # With a fixed hash seed a set of texts has one order in every process. In a session of its own the child gets no
+    # Ctrl-C from the terminal.
     child = subprocess.Popen(
         [sys.executable, "-c", _START, str(theirs.fileno()), json.dumps(_search_path())],
         stdin=subprocess.DEVNULL,

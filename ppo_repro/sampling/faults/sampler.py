@@ -37,7 +37,8 @@ def with_faults(
         engine = FlippingEngine(engine, state, ranks, known.difference(special_ids(tokenizer), end_ids))
     if lag:
         engine = LaggingEngine(engine, state, lag)
-    # around the sampler, not in `received`: records have the trainer's tokens, and the loop compares their log-probs
+    # The sampler is wrapped, instead of changing what the trainer receives, so that records have the trainer's tokens and
+    # the loop compares their log-probs.
     return RetokenizingEngine(engine, tokenizer, share) if share else engine
 
 

@@ -19,8 +19,8 @@ from ppo_repro.base.output import say
 from ppo_repro.sampling.sglang.client import Call
 
 LAST_LINES = 20  # so many lines of a dead server's log are shown
-# A system hands higher ports to every program that connects, so another one could take a higher port before the server
-# does. SGLang takes further ports up to 1,000 above its own.
+# The system gives higher ports to programs that connect, so such a program could take a port before the server does.
+# SGLang takes further ports up to 1,000 above its own.
 PORTS = range(20_000, 31_000)
 POLL_SECONDS = 0.25
 DYING_SECONDS = 5.0  # time for a process to end after its connection broke

@@ -161,7 +161,7 @@ def _messages(where: str, value: Any, chat_template: bool) -> list[dict[str, str
 
 
 def all_different(entries: Iterable[tuple[str, str, Problem]]) -> list[Problem]:
-    """Return the problems of entries (where, name, problem).
+    """Return the problems of entries (where, name, problem); an error begins with `where` and quotes a `name`.
 
     Raises UserError for a key or prompt that appears twice, because it could be trained on and held out.
     """

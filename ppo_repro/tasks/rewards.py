@@ -56,7 +56,7 @@ def matches(response: str, answer: str) -> bool:
 
 
 def is_answer(response: str, answer: str, extraction: AnswerExtraction) -> bool:
-    """Return whether the answer in a response is the expected one.
+    """Return whether the answer that `extraction` finds in a response equals the expected answer.
 
     With `last_number` numbers are compared by value, so that 85.0 is 85.
     """
@@ -90,7 +90,7 @@ class Sample:
 
     @property
     def row(self) -> dict[str, Any]:
-        """Return the data that a user's function receives."""
+        """Return the sample as a row of arguments for the process of the user's functions."""
         return row_of(self.problem, self.turns, self.response, self.full_text, self.ids)
 
 

@@ -38,7 +38,7 @@ from ppo_repro.numerics.ranges import check_ranges
 from ppo_repro.tasks.tokenizer import special_tokens
 
 _EXACT_IN_FLOAT32 = (torch.float32, torch.float16, torch.bfloat16)
-_EVERY_KIND = "a 7\n\u00e9\u4e2d\U0001f600"  # of characters
+_EVERY_KIND = "a 7\n\u00e9\u4e2d\U0001f600"  # one character of each kind that a tokenizer may treat in its own way
 AutoClass = type[AutoModelForCausalLM] | type[AutoModelForSequenceClassification]
 
 
@@ -66,7 +66,7 @@ def load_as(
     count = check_weights(folder, where)
     check_size(expected, count, where)
     tokenizer = _load_tokenizer(folder, config.vocab_size, where)
-    with reading(where):  # what it would say is an error here
+    with reading(where):  # transformers stays silent, because its warnings are errors here, see `_check_tensors`
         loaded: Any = auto_class.from_pretrained(
             folder,
             dtype=torch.float32,

@@ -19,7 +19,7 @@ from ppo_repro.numerics.library import Kernels
 from ppo_repro.numerics.shards import STRETCH, Shards, divided
 from ppo_repro.numerics.weights import copy_named, require_same_names, require_same_shapes
 
-_CLIP_EPS = 1e-6  # torch's, in clip_grad_norm_
+_CLIP_EPS = 1e-6  # as in torch's clip_grad_norm_
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,7 @@ class OptimizerState:
 
     first: Mapping[str, Tensor]  # AdamW first moments, float32
     second: Mapping[str, Tensor]  # second moments
-    steps: Mapping[str, int]  # that each parameter has taken
+    steps: Mapping[str, int]  # number of steps that each parameter has taken
     factors: Mapping[str, Tensor] = field(default_factory=dict)  # of low-rank adapters
 
 
@@ -109,7 +109,7 @@ class AdamW:
     def _norm(self, tensors: Any, kernels: Kernels) -> float:
         """Compute the norm of all gradients, on every rank. Raises NumericsError if it is not finite in float32."""
         counts = [-(-tensor.n // STRETCH) for tensor in tensors]
-        own = np.full(sum(counts), np.nan)  # stays where the kernels write nothing
+        own = np.full(sum(counts), np.nan)  # a stretch that the kernels did not write stays NaN
         kernels.gradient_squares(tensors, len(tensors), ffi.from_buffer("double[]", own))
         of_ranks = self.shards.ranks.everyone(np.split(own, np.cumsum(counts)[:-1]))
         total = 0.0

@@ -50,7 +50,7 @@ class SlotSums:
     """Gradients of one use of some parameters. A parameter that is used twice has two sums, joined at the end."""
 
     def __init__(self, groups: Sequence[Group], slots: int) -> None:
-        self._alive = [p for group in groups for p in group]  # their ids are keys
+        self._alive = [p for group in groups for p in group]  # keeps the parameters alive, because their ids are keys
         self.parameters = [p for p in self._alive if p.requires_grad]
         self.device = self._alive[0].device
         for p in self.parameters:
@@ -63,7 +63,7 @@ class SlotSums:
 
     def begin(self) -> None:
         """Forget all sums."""
-        self._slot, self._is_open = 0, False  # the first slot that is not whole, and whether level 0 has a part of it
+        self._slot, self._is_open = 0, False  # first incomplete slot; whether level 0 has a part of it
 
     def release(self) -> None:
         """Free the memory of all sums."""

@@ -59,7 +59,7 @@ class Kernels:
                     raise kind(ffi.string(self._failure.text).decode())
                 return result
 
-        setattr(self, name, call)  # the next time it is found at once
+        setattr(self, name, call)  # so that the next use of the name does not come here
         return call
 
     def stream(self) -> Struct:
@@ -145,7 +145,7 @@ def load() -> Kernels:
 
     def after_in_child() -> None:
         turn.release()
-        library.forget_workers()  # a forked child has none of the threads
+        library.forget_workers()  # threads do not survive a fork
         library.threads = 1
 
     # os.fork waits until no call runs: otherwise the child would inherit a lock that no thread ever releases
@@ -162,7 +162,7 @@ def set_threads(count: int) -> None:
     if the system does not give these either.
     """
     kernels = load()
-    check_denormals(kernels)  # new threads do as this one
+    check_denormals(kernels)  # new threads inherit the setting of this one
     if kernels.set_threads(count) != 0:
         if kernels.set_threads(kernels.threads) != 0:
             kernels.threads = 1

@@ -47,7 +47,7 @@ class _Scaled(Function):
     def forward(ctx: Any, logits: Tensor, scale: LogitScale) -> Tensor:
         kernels_of(logits.device).scale_logits(_struct(logits, logits.shape, scale))
         ctx.mark_dirty(logits)
-        ctx.save_for_backward(logits.clone() if scale.cap else logits.new_empty(0))  # the caller may change the logits
+        ctx.save_for_backward(logits.clone() if scale.cap else logits.new_empty(0))  # a copy: callers may write
         ctx.scale = scale
         return logits
 

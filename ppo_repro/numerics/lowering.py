@@ -77,7 +77,7 @@ def check_parts(model: PreTrainedModel) -> None:
     try:
         with torch.device("meta"):
             stock = type(model)(config)
-    except Exception as error:  # a wrong value can fail anywhere
+    except Exception as error:  # a wrong value of the config can raise any exception
         reason = type_and_message(error)
         raise UserError(f"model config: transformers makes no model of it ({reason}); mend it") from error
     modules = dict(stock.named_modules())

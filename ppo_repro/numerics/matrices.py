@@ -117,7 +117,7 @@ class PackedMatrix:
         matrix.w, matrix.bias = (pointer(tensor, device) for tensor in self._read)
         matrix.panels = pointer(self._panels, device)
         kernels.pack(matrix)
-        self._state = versions_of((*self.weights, *self.biases))  # last: without memory the next call packs
+        self._state = versions_of((*self.weights, *self.biases))  # last: after a failure the next call packs
         return matrix
 
     def set_gradient_offsets(self, sums: SlotSums | None) -> None:
@@ -131,7 +131,7 @@ class ExpertMatrix(PackedMatrix):
 
     def __init__(self, stacked: Tensor, expert: int, packing: Packing, structs: Any) -> None:
         """Describe the matrix of an expert; `structs` is the C array `Matrix[E]` of all experts."""
-        self._stacked, self._expert, self._structs = stacked, expert, structs  # C memory lives as long as its array
+        self._stacked, self._expert, self._structs = stacked, expert, structs  # the array keeps its C memory alive
         super().__init__([stacked.detach()[expert]], packing, struct=structs + expert)
 
     def prepare(self) -> Struct:

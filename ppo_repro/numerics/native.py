@@ -137,7 +137,7 @@ class NativeNetwork:
             raise UserError("ppo.replay_routes = true: needs numerics.mode = deterministic; remove it")
         ids, positions, flat_index = _padded_rows(batch, padding)
         last = torch.arange(ids.shape[1]).expand_as(ids)
-        first = last.clone()  # padding sees only itself
+        first = last.clone()  # a padding token sees only itself
         first.view(-1)[flat_index] = last.reshape(-1)[flat_index] - torch.from_numpy(batch.rows.position)
         first, last = (x.to(self.trunk.device) for x in (first, last))
         masks = stock_masks(self.trunk.config, lambda window: _visible(first, last, window, ids.shape[1]))

@@ -140,7 +140,7 @@ class Network:
     def activation_memory(self, tokens: int, keep: int) -> Tensor:
         """Return memory for the activations that a pass keeps; reuse the last pass's memory if large enough."""
         floats = self.model.kept_floats(tokens, keep)
-        spare, self._spare = self._spare, None  # fresh pages cost time
+        spare, self._spare = self._spare, None  # reused, because the system is slow to give new memory
         return torch.empty(floats, device=self.device) if spare is None or spare.numel() < floats else spare
 
     def reuse(self, activations: Tensor | None) -> None:

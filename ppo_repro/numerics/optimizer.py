@@ -16,7 +16,7 @@ from ppo_repro.numerics.gradient_sums import GradientSums
 from ppo_repro.numerics.shards import Shards, divided, owned_whole, whole_cuts
 from ppo_repro.numerics.weights import copy_named
 
-SLOTS = 8  # of a minibatch
+SLOTS = 8  # of a minibatch, as in rule 2
 
 
 class NativeGradients:

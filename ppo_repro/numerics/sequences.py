@@ -24,7 +24,7 @@ class Rows:
 
     sequence: Ints  # [n], rising
     position: Ints  # [n], rising within a sequence
-    slots: Ints  # [S + 1], of each sequence, and of the one after them; the number of slots if there is none
+    slots: Ints  # [S + 1], slots of the sequences and of the next sequence; if none follows, number of slots
     sums: GradientSums | None = None  # receive the gradients of weights; None for a pass without such gradients
     edge: Tensor | None = None  # see `edge_of`; None: any trained parameter
 

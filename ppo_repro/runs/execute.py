@@ -116,7 +116,7 @@ class _Recorder(Generic[Item]):
             link = self._recorded.iterations[index].chain
         else:
             self._begun.result()
-            link = self._written.head.fingerprint  # of a run that is not complete: the last link
+            link = self._written.head.fingerprint  # in an incomplete run, the last link of the chain
         self._clock.lap("records")
         self._written.keep_only(checkpoints.save(self._written.run_dir, self._written.head, link))
         self._clock.lap("checkpoints")

@@ -34,7 +34,7 @@ SMALLER: tuple[tuple[str, int], ...] = (  # fields of `layout` and values that m
     ("rollout_slots", 8),
 )
 ADAPTER = "{rank: 16, alpha: 32}"
-LEAST_SAVED = 0.9  # of the peak, which a change of a field must come below to be named
+LEAST_SAVED = 0.9  # a change of a field is named if it lowers the peak to less than this share
 EXACT_ROWS = ("weights", "moments", "older policies", "gradients")  # no estimates
 # bytes of the interpreter with torch, transformers and kernels; 0.2 GB of it are pages of files, which the system frees
 # when memory is short

@@ -65,10 +65,10 @@ class DPOExecution(Execution[Epoch]):
     """A prepared DPO run."""
 
     config: DPOConfig
-    scorer: PairScorer  # by the policy
+    scorer: PairScorer  # scores pairs by the policy
     tokenizer: PreTrainedTokenizerBase
     pairs: list[Preference]  # training pairs, then held-out ones
-    trained: int  # how many of them are trained on
+    trained: int  # number of training pairs
     run: tuple[RunConfig, Prepared] | None  # for the evaluation of responses; None without a run
     optimizer: Optimizer
     reference: Tensor  # [2, P] float64, log-probs of all pairs, computed once
@@ -247,7 +247,7 @@ def pairs_of_run(run_dir: Path) -> list[Preference]:
     """
     columns = ["iteration", "prompt_key", "prompt_ids", "response_ids", "scores"]
     rows = reader.read_sequences(run_dir, columns=columns)
-    pairs: dict[tuple[str, Preference], None] = {}  # in the order in which they are found
+    pairs: dict[tuple[str, Preference], None] = {}  # a dict, so that equal pairs count once and keep their order
     for (iteration, key), group in rows.groupby(["iteration", "prompt_key"], sort=False):
         ids, scores = [tuple(map(int, row)) for row in group["response_ids"]], group["scores"].tolist()
         prompt = tuple(map(int, group["prompt_ids"].iloc[0]))

@@ -42,7 +42,7 @@ def execute(kind: RunKind[Config, Item], config: Config, run_dir: Path, start: S
     recorded, written = manifest.load(run_dir), RunWriter(run_dir)
     with (
         kind.open(config, run_dir, start) as execution,
-        ThreadPoolExecutor(1, "records") as thread,  # where an error ends the block, it writes what it has begun
+        ThreadPoolExecutor(1, "records") as thread,  # after an error it writes what it has begun
         _keeping_unequal(run_dir, execution),
     ):
         require_room(run_dir, execution.bytes_to_keep(run_dir))
@@ -162,7 +162,7 @@ def _keeping_unequal(run_dir: Path, execution: Execution[Item]) -> Iterator[None
     try:
         yield
     except UnequalBits as error:
-        interrupts.ending()  # other processes may find the same, and end
+        interrupts.ending()  # other processes may find the same difference, and end
         folder, found = run_dir / UNEQUAL, error.found
         columns = {
             "iteration": [found.iteration] * len(found.sequence),

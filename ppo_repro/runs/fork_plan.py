@@ -26,9 +26,9 @@ class Fork:
 
     config: RunConfig
     source: Path  # folder of the run from which it continues
-    recorded: Manifest  # of that run
+    recorded: Manifest  # manifest of `source`
     origin: Origin
-    folder: Path  # of the fork
+    folder: Path  # run folder of the fork
 
     @property
     def checkpoint(self) -> str | None:

@@ -55,7 +55,7 @@ class LanguageExecution(Execution[Iteration]):
     ranks: Ranks
     checkpoints: Checkpoints
     watcher: Watcher
-    accuracy: Accuracy | None  # None where it is not measured, as in a resumed run
+    accuracy: Accuracy | None  # None if it was not measured, for example in a resumed run
 
     def notes(self) -> Mapping[str, Mapping[str, Any]]:
         return {} if self.accuracy is None else {ACCURACY_NAME: asdict(self.accuracy)}
@@ -108,7 +108,7 @@ class LanguageExecution(Execution[Iteration]):
         state, lora = self.prepared.state, self.prepared.lora
         models = [state.policy, state.own_value_module]
         if lora is not None and not isinstance(self.config.model, ModelFolder):
-            models.append(state.reference)  # the adapter's base
+            models.append(state.reference)  # the adapters need it as their base
         if self.prepared.reward_training is not None and self.prepared.task.reward_model is not None:
             models.append(self.prepared.task.reward_model)
         return sum(map(parameter_bytes, models)) + self.checkpoints.bytes_to_keep(run_dir)

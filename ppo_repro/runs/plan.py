@@ -28,7 +28,7 @@ PHASES = ("loading", "rollout", "scoring", "update")
 SAVING = "saving"  # a checkpoint, in the first of several processes: it joins the moments of all
 SMALLER: tuple[tuple[str, int], ...] = (  # fields of `layout` and values that may lower the peak
     ("update_micro_batch", 1),
-    ("update_micro_batch", 0),  # its gradients need no partial sums
+    ("update_micro_batch", 0),  # one micro-batch, whose gradients need no partial sums
     ("gradient_checkpointing", True),
     ("forward_micro_batch", 1),
     ("rollout_slots", 8),
@@ -118,7 +118,7 @@ def _of_weights(config: RunConfig, policy: Shape, models: tuple[Model, ...], pro
     read = stays + FLOAT * policy.parameters * (2 if any(model.frozen for model in trained) else 1)
     version, lag = FLOAT * models[0].trained, min(sampler.lag, config.ppo.iterations - 1)
     older = dict.fromkeys(PHASES[1:], lag * version)
-    older["rollout"] += version if lag else 0  # while an older policy samples, the present weights wait
+    older["rollout"] += version if lag else 0  # while an older policy samples, a copy of the present weights waits
     stock = 0 if sampler.stock is None else getattr(torch, sampler.stock).itemsize * policy.parameters
     rounded = FLOAT * models[0].packed if sampler.precision.weights != "float32" else 0
     # a frozen model frees its packed weights after its pass; a value model is packed after the reference

@@ -24,8 +24,8 @@ class Continued(Generic[Config]):
 
     recorded: Manifest
     config: Config
-    checkpoint: str | None  # from which it goes on, below the run folder; None: from the beginning
-    files: list[Path]  # that every machine needs; the model is among them unless the checkpoint has it
+    checkpoint: str | None  # where the run continues, a path below the run folder; None: at the beginning
+    files: list[Path]  # files that every machine needs, with the model's unless the checkpoint has its weights
 
 
 def continued(

@@ -122,7 +122,7 @@ def _new_run(temporary: Path, run_dir: Path, label: Label, inherited: Inherited 
         writer.publish_run(temporary, run_dir)
         yield
     except BaseException as error:
-        if temporary.exists():  # it has not been renamed yet
+        if temporary.exists():  # the run ended before this folder was renamed
             shutil.rmtree(temporary, ignore_errors=True)
         elif manifest.load_head(run_dir).num_iterations > begun or isinstance(error, UnequalBits):
             end_by_error(run_dir, error)
@@ -147,7 +147,7 @@ def _mark_ended(run_dir: Path, error: BaseException) -> None:
 
     If writing fails, the manifest still says "running", and the caller reports `error`. Records never change.
     """
-    interrupts.ending()  # launchers send a signal again and again
+    interrupts.ending()  # ignores further signals, because launchers repeat them
     with suppress(UserError, OSError):
         # read the manifest again: the error may have come after it was written and before our copy was updated
         ended = RunWriter(run_dir)

@@ -243,8 +243,8 @@ def _control(run_dir: Path, recorded: Manifest, rows: pd.DataFrame) -> Described
     before, after = float(rows["eval_return"].iloc[0]), float(final["eval_return"])
     figures |= {
         "episodes": int(rows["episodes"].sum()),
-        "last_100_return": float(final["last_100_return"]),  # of training episodes; of all where there are fewer
-        "eval_before": before,  # likeliest actions; NaN where no episodes are configured
+        "last_100_return": float(final["last_100_return"]),  # training episodes; all if there are fewer
+        "eval_before": before,  # likeliest actions; NaN if no evaluation episodes are configured
         "eval_after": after,
     }
     return figures, [

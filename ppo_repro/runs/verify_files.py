@@ -46,8 +46,8 @@ class Verified:
     checkpoints: int
     model_folders: int
     unfinished: tuple[str, ...]  # files that an ended process had begun to write; `resume` removes them
-    unfinished_line: int  # bytes behind the end of the log, for the same reason
-    uncovered: tuple[str, ...]  # under no digest: no part of the run
+    unfinished_line: int  # bytes after the end of the log, from an ended process too
+    uncovered: tuple[str, ...]  # files without a digest, which are no part of the run
     not_promised: tuple[str, ...] = ()  # of a run whose engine promises no bits
 
     def lines(self) -> list[str]:
@@ -87,7 +87,7 @@ def verify_files(run_dir: Path, recorded: Manifest | None = None) -> Verified:
         if path.is_dir() or name in listed:
             continue
         if name.split("/")[0] in (ENGINE_NAME, SERVERS_NAME) or name.removesuffix(".tmp") in (LABEL_NAME, REPORT_NAME):
-            uncovered.append(name)  # label and report are written at any time
+            uncovered.append(name)  # label, report and logs may change at any time
         elif recorded.status != "complete" and _UNFINISHED.fullmatch(name):
             unfinished.append(name)
         else:

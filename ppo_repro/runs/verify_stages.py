@@ -104,7 +104,7 @@ def recompute(run_dir: Path, recorded: Manifest) -> Recomputed | None:
     # level `full` computes all columns that follow from the records, whatever level the run recorded
     at_full = config.model_copy(update={"records": RecordsConfig(level="full")})
     coefficients, functions = first_coefficients(config.kl, config.ppo.objective), load_functions(config.functions)
-    if recorded.origin is not None:  # the iterations before have another configuration
+    if recorded.origin is not None:  # copied iterations have the origin's configuration
         coefficients = checkpoint.load_coefficients(run_dir / FORKED_FROM, recorded.files[FORKED_FROM])
     compared, left_out = dict[Stage, int](), dict[Stage, LeftOut]()
     for iteration in own:

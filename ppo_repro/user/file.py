@@ -33,10 +33,10 @@ class RefusedError(Exception):
 class Named:
     """A function or class of a user's file."""
 
-    field: str  # of the configuration
+    field: str  # of the configuration, which names the function
     file: Path
     name: str
-    line: str  # `:LINE` where it begins; "" if unknown
+    line: str  # `:LINE`, where the function begins; "" if unknown
 
     @property
     def where(self) -> str:

@@ -85,7 +85,7 @@ def wait_until_ready(server: Server, timeout_s: int, waiting: Waiting) -> None:
         waited = time.monotonic() - started
         if process.poll() is not None:
             raise UserError(f"{death(server)}; it did not start")
-        if any("address already in use" in line for line in _last_lines(server)):  # SGLang does not end then
+        if any("address already in use" in line for line in _last_lines(server)):  # SGLang goes on running then
             raise UserError(f"{server.url}: another program took this port; start the run again")
         if waited > timeout_s:
             raise UserError(

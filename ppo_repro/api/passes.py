@@ -178,7 +178,7 @@ class Ends(Function):
 
 
 def _state_of(model: PreTrainedModel) -> list[tuple[int, bool, int]]:
-    """Return what a backward pass needs unchanged of each parameter; the last number counts writes that torch sees."""
+    """Return what a backward pass needs unchanged of each parameter. The last number counts writes that torch sees."""
     return [(id(p), p.requires_grad, p._version) for p in model.parameters()]
 
 

@@ -97,13 +97,13 @@ def locked_in(folder: Path) -> Iterator[Path]:
 
 
 def _lock_of(folder: Path) -> Path:
-    """Return the path of the lock file; every path to the folder gives the same one."""
+    """Return the path of the lock file. Every path to the folder gives the same one."""
     real = Path(os.path.realpath(folder))
     return real.with_name(real.name + SUFFIX)
 
 
 def _acquired(folder: Path, path: Path) -> AcquireReturnProxy[UnixFileLock]:
-    """Take the lock and write this process into its file as the holder; the end of the context releases it."""
+    """Take the lock and write this process into its file as the holder. The end of the context releases it."""
     from filelock import Timeout, UnixFileLock  # slower to import than all that readers need
 
     def sign(descriptor: int) -> None:
@@ -143,7 +143,7 @@ def _said(path: Path) -> bytes:
 
 
 def _is_ours(content: bytes) -> bool:
-    """Return whether a file may be the lock of an earlier process; a power cut can leave zeros."""
+    """Return whether a file may be the lock of an earlier process. A power cut can leave zeros."""
     return not content.strip(b"\0") or _HOLDER.fullmatch(content) is not None
 
 

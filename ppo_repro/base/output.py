@@ -158,7 +158,7 @@ def one_line(error: BaseException) -> str:
 
 
 def prepare_streams() -> None:
-    """Make stdout and stderr usable for any text; a closed stream is opened on the null device.
+    """Make stdout and stderr usable for any text. A closed stream is opened on the null device.
 
     Otherwise the next file that is opened would get the stream's number, and a library's prints would go into that
     file.

@@ -175,7 +175,7 @@ class Agent(nn.Module):
     """The policy (`actor` and `distribution`) and the value model (`critic`)."""
 
     def __init__(self, observation_size: int, actions: Actions, network: NetworkConfig, mode: Mode, seed: int) -> None:
-        """Draw the weights of policy and value network; `seed` is the run's seed."""
+        """Draw the weights of policy and value network. `seed` is the run's seed."""
         super().__init__()
         self.mode = mode
         self.distribution: Categorical | DiagonalGaussian

@@ -1,7 +1,7 @@
 """Run a grid: lay out its cells, run the cells that are not complete, write the tables.
 
 `cells.parquet` has one row per cell in any state, and changes when a cell ends. `results.parquet` has one row per
-iteration of each complete cell: the columns of the cell, then the columns of the table `iterations`; it is written when
+iteration of each complete cell: the columns of the cell, then the columns of the table `iterations`. It is written when
 the grid begins and ends.
 """
 

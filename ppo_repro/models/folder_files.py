@@ -70,7 +70,7 @@ def _check_files(folder: Path, where: str) -> None:
 
 
 def _how_to_get(folder: Path) -> str:
-    """Return a hint for a folder that does not exist; a path of two names may be a model of the Hub."""
+    """Return a hint for a folder that does not exist. A path of two names may be a model of the Hub."""
     named = folder.relative_to(Path.cwd()).parts if folder.is_relative_to(Path.cwd()) else folder.parts
     if len(named) != 2 or folder.parent.is_dir():
         return "; give the folder of a model on this machine"

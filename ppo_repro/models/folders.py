@@ -119,7 +119,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
 
 
 def named_weights(module: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters of a module by name, without gradients; tied parameters appear once."""
+    """Return the parameters of a module by name, without gradients. Tied parameters appear once."""
     return {name: parameter.detach() for name, parameter in module.named_parameters()}
 
 

@@ -129,7 +129,7 @@ def _load_tokenizer(folder: Path, vocab_size: int, where: str) -> PreTrainedToke
 
 
 def read_model_config(folder: Path, classes: Sequence[type[PreTrainedModel]], where: str) -> PretrainedConfig:
-    """Return the configuration of a model folder; only config.json is needed. Raises the UserErrors of `load_as`."""
+    """Return the configuration of a model folder. Only config.json is needed. Raises the UserErrors of `load_as`."""
     return _read_config(folder, classes, where)[0]
 
 

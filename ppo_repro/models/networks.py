@@ -67,7 +67,7 @@ def in_dtype(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
 def make_value_model(
     source: PreTrainedModel, mode: Mode, max_context: int, seed: int, precision: Precision = "highest"
 ) -> ValueModel:
-    """Make a value model whose trunk starts as the policy's; the head's weights are bell-shaped, std 0.1 / sqrt(H).
+    """Make a value model whose trunk starts as the policy's. The head's weights are bell-shaped, std 0.1 / sqrt(H).
 
     Args:
         source: an unmodified float32 model, which is copied.
@@ -94,7 +94,7 @@ def draw_head(weight: Tensor, name: str, seed: int) -> None:
 
 
 def checkpoint_gradients(trunk: PreTrainedModel) -> None:
-    """Let the trunk keep no activations inside decoder layers; its backward pass computes them again."""
+    """Let the trunk keep no activations inside decoder layers. Its backward pass computes them again."""
     if is_deterministic(trunk):
         set_recompute(trunk, True)
         return

@@ -56,7 +56,7 @@ def power(base: float, exponent: int) -> float:
 
 
 def step_constants(s: AdamWSettings, norm: float, steps: int) -> Struct:
-    """Compute the constants of step number `steps` in float64; each is rounded once to float32."""
+    """Compute the constants of step number `steps` in float64. Each is rounded once to float32."""
     constants = dict(
         clip=min(1.0, (s.max_grad_norm or math.inf) / (float(ffi.cast("float", norm)) + _CLIP_EPS)),
         beta1=s.beta1,
@@ -72,7 +72,7 @@ def step_constants(s: AdamWSettings, norm: float, steps: int) -> Struct:
 
 
 class AdamW:
-    """Clipping and AdamW by the C kernels, for named float32 parameters; each rank has the moments of its shards."""
+    """Clipping and AdamW by the C kernels, for named float32 parameters. Each rank has the moments of its shards."""
 
     def __init__(self, parameters: Mapping[str, Tensor], shards: Shards | None = None) -> None:
         """Begin with moments of zero; without `shards` this process owns all elements."""
@@ -124,7 +124,7 @@ class AdamW:
         return norm
 
     def state(self) -> OptimizerState:
-        """Return the state, whole on the first rank, and without moments on others; every rank calls this method."""
+        """Return the state, whole on the first rank, and without moments on others. Every rank calls this method."""
         steps = dict.fromkeys(self.parameters, self.steps)
         return OptimizerState(first=self._whole(self.first), second=self._whole(self.second), steps=steps)
 

@@ -24,7 +24,7 @@ class Attached:
 
 
 def attached_to(module: nn.Module) -> Attached:
-    """Return the `Attached` of a module; the first call makes an empty one."""
+    """Return the `Attached` of a module. The first call makes an empty one."""
     attached = vars(module).get("_attached")
     if not isinstance(attached, Attached):
         attached = Attached()

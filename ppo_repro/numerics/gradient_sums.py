@@ -136,7 +136,7 @@ class GradientSums:
     """Gradients of a module's parameters over one minibatch, summed over its backward passes and over ranks."""
 
     def __init__(self, parameters: Iterable[tuple[str, Tensor]], slots: int, shards: Shards | None = None) -> None:
-        """Collect gradients in `slots` slots of this rank, a power of two; only trained parameters have gradients.
+        """Collect gradients in `slots` slots of this rank, a power of two. Only trained parameters have gradients.
 
         Without `shards` this process owns all gradients.
         """
@@ -150,7 +150,7 @@ class GradientSums:
         self._used: set[_Key] = set()  # since `begin`
 
     def sums_for(self, label: str, *groups: Group) -> SlotSums:
-        """Return the sums of one use of some parameters; two uses of a parameter need different labels."""
+        """Return the sums of one use of some parameters. Two uses of a parameter need different labels."""
         key = label, tuple(tuple(self._names[id(p)] for p in group) for group in groups)
         if key not in self._slot_sums:
             self._slot_sums[key] = self.make_sums(groups)

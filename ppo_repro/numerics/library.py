@@ -136,7 +136,7 @@ def open_library(path: Path) -> Kernels:
 
 @functools.cache
 def load() -> Kernels:
-    """Return the library of this process; the first call loads and checks it.
+    """Return the library of this process. The first call loads and checks it.
 
     Raises UserError if there is none for this machine.
     """

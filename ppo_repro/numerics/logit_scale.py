@@ -24,7 +24,7 @@ class LogitScale:
     cap: float
 
     def __call__(self, logits: Tensor, deterministic: bool) -> Tensor:
-        """Apply the function to logits [n, V] float32, differentiably; deterministic numerics change them in place."""
+        """Apply the function to logits [n, V] float32, differentiably. Deterministic numerics change them in place."""
         if self == LogitScale(1.0, 0.0):
             return logits
         if deterministic:

@@ -46,7 +46,7 @@ class Rows:
         return [slice(a, b) for a, b in pairwise(cuts)]
 
     def chunk(self, rows: slice) -> Rows:
-        """Return the rows of a chunk; its last slot is the slot of the sequence with which the next chunk begins."""
+        """Return the rows of a chunk. Its last slot is the slot of the sequence with which the next chunk begins."""
         sequence = self.sequence[rows]
         first, last = int(sequence[0]), int(sequence[-1])
         after = self.slots[self.sequence[rows.stop]] if rows.stop < len(self.sequence) else self.slots[-1]
@@ -68,7 +68,7 @@ class Ragged:
         return np.diff(self.start)
 
     def with_sums(self, sums: GradientSums | None, edge: Tensor | None = None) -> Ragged:
-        """Return the same sequences; a backward pass adds the gradients of weights to `sums`, then reaches `edge`."""
+        """Return the same sequences. A backward pass adds the gradients of weights to `sums`, then reaches `edge`."""
         return replace(self, rows=replace(self.rows, sums=sums, edge=edge))
 
 

@@ -52,7 +52,7 @@ class _Statistics(NamedTuple):
 def _statistics(
     logits: Tensor, targets: Tensor, temperature: float, eligible: Tensor | None, cumulative: Tensor | None = None
 ) -> _Statistics:
-    """Compute `token_statistics` of n rows, with the softmax rows; `cumulative` receives cumulative probabilities.
+    """Compute `token_statistics` of n rows, with the softmax rows. `cumulative` receives cumulative probabilities.
 
     Raises IndexError if a target is no column.
     """

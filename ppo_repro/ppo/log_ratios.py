@@ -5,5 +5,5 @@ LOG_RATIOS = (1e-8, -1e-8, 20.0, -20.0, 100.0, -100.0, 800.0, -800.0)
 
 
 def extreme_logprobs(log_ratio: float) -> tuple[float, float]:
-    """Return a new and an old log-prob with this log-ratio, in nats; the larger one is -0.5."""
+    """Return a new and an old log-prob with this log-ratio, in nats. The larger one is -0.5."""
     return -0.5 + min(log_ratio, 0.0), -0.5 - max(log_ratio, 0.0)

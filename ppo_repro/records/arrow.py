@@ -20,7 +20,7 @@ def to_arrow(
     columns: Mapping[str, npt.NDArray[Any] | Sequence[Any] | pa.Array | None],
     level: RecordLevel = "deep",
 ) -> pa.Table:
-    """Build a table from a copy of its columns; a column that is None is null in every row.
+    """Build a table from a copy of its columns. A column that is None is null in every row.
 
     Columns above `level` are left out, and columns of a feature that are None. No value is cast if the cast could
     change a bit. Raises ValueError, naming table and column.

@@ -62,14 +62,14 @@ def change_lines(changed: Mapping[str, list[Any]]) -> list[str]:
 
 
 def value_text(value: Any) -> str:
-    """Return a value as text; a digest is shortened."""
+    """Return a value as text. A digest is shortened."""
     if value is None:
         return "none"
     return f"{value[:12]}..." if isinstance(value, str) and len(value) == 64 else str(value)
 
 
 def forked_from(origin: Origin, name: str) -> str:
-    """Return the origin of a fork as text; `name` is the origin's folder name."""
+    """Return the origin of a fork as text. `name` is the origin's folder name."""
     return f"{name} after {origin.iteration} iterations, fingerprint {origin.fingerprint[:12]}..."
 
 

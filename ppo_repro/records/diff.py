@@ -30,7 +30,7 @@ _CONTEXT = 12
 
 @dataclass(frozen=True)
 class Difference:
-    """The first cell that differs; `key` has the left run's key columns of this cell.
+    """The first cell that differs. `key` has the left run's key columns of this cell.
 
     `rows` is the number of compared rows. Three names mean more than a cell: column `(rows)` counts the rows of a
     table, table `(run)` counts the iterations, and table `(final)` has the results after the last iteration, one per
@@ -50,7 +50,7 @@ class Difference:
     rows: int = 1
 
     def describe(self, in_left: str = "on the left", in_right: str = "on the right") -> str:
-        """Describe the difference on one line; `in_left` and `in_right` say where the values are."""
+        """Describe the difference on one line. `in_left` and `in_right` say where the values are."""
         left, right = _shown(self.left, self.left_bits), _shown(self.right, self.right_bits)
         if isinstance(self.left, str | list) and isinstance(self.right, type(self.left)):
             left, right = _around_difference(self.left, self.right)

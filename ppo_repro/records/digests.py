@@ -105,7 +105,7 @@ def table_digest(table: schema.Table, data: pa.Table) -> str:
 
 
 def scalar_digest(value: float | int | str) -> str:
-    """Return the hex digest of one result; 1, 1.0 and '1' differ, and so do 0.0 and -0.0; every NaN is the same."""
+    """Return the hex digest of one result; 1, 1.0 and '1' differ, and so do 0.0 and -0.0. Every NaN is the same."""
     if isinstance(value, str):
         content = _framed("str", value)
     elif isinstance(value, float):

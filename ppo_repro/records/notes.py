@@ -70,7 +70,7 @@ def read_accuracy(run_dir: Path, recorded: Head) -> Accuracy | None:
 
 @dataclass(frozen=True)
 class OnCard:
-    """The GPU that completed a run, and the CPU's check of it; a difference would have ended the run."""
+    """The GPU that completed a run, and the CPU's check of it. A difference would have ended the run."""
 
     name: str
     capability: str  # compute capability

@@ -69,7 +69,7 @@ deep = partial(Column, nullable=True, level="deep")
 
 @dataclass(frozen=True)
 class Table:
-    """A table; `key` names the columns that identify a row."""
+    """A table. `key` names the columns that identify a row."""
 
     name: str
     grain: str

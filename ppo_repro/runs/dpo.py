@@ -240,9 +240,9 @@ def _models_of_run(config: RunConfig, prepared: Prepared) -> _Models:
 
 
 def pairs_of_run(run_dir: Path) -> list[Preference]:
-    """Pair every two responses to one prompt in one iteration whose scores differ; the higher score is preferred.
+    """Pair every two responses to one prompt in one iteration whose scores differ. The higher score is preferred.
 
-    Pairs are in the order of the records; equal pairs of one prompt and iteration count once. Raises UserError if the
+    Pairs are in the order of the records. Equal pairs of one prompt and iteration count once. Raises UserError if the
     run is damaged, is incomplete or has no such pair.
     """
     columns = ["iteration", "prompt_key", "prompt_ids", "response_ids", "scores"]

@@ -40,7 +40,7 @@ def _git(*arguments: str) -> str:
 
 
 def code_digest() -> str:
-    """Return the SHA-256 of this package's source files, tracked by git or not; a wheel's is the checkout's."""
+    """Return the SHA-256 of this package's source files, tracked by git or not. A wheel's is the checkout's."""
     root = Path(__file__).resolve().parents[1]
     found = [path.relative_to(root) for path in sorted([*root.rglob("*.py"), *root.rglob("*.[ch]")])]
     sums = [

@@ -141,7 +141,7 @@ class _Recorder(Generic[Item]):
         return results
 
     def close(self, results: Final, side_tables: Tables) -> None:
-        """Record the final results of a closed execution; the run is complete then."""
+        """Record the final results of a closed execution. The run is complete then."""
         self._clock.lap("closing")
         for name, tree in self._execution.closing_notes().items():
             self._written.note(name, tree)
@@ -184,7 +184,7 @@ def _keeping_unequal(run_dir: Path, execution: Execution[Item]) -> Iterator[None
 
 
 def work_along(kind: RunKind[Config, Item], config: Config, start: Start | None) -> None:
-    """Compute a run without recording it; every process except the first one does this."""
+    """Compute a run without recording it. Every process except the first one does this."""
     with kind.open(config, None, start) as execution:
         checkpoints = execution.checkpoints
         for item in execution.iterations():

@@ -62,7 +62,7 @@ def _files(plan: Fork) -> list[Path]:
 
 
 def _start(plan: Fork) -> Start:
-    """Return the origin's checkpoint; coefficients whose fields changed are reset, and prompts may differ."""
+    """Return the origin's checkpoint. Coefficients whose fields changed are reset, and prompts may differ."""
     first = first_coefficients(plan.config.kl, plan.config.ppo.objective)
     start = load_start(plan.source, plan.recorded, plan.checkpoint)
     coefficients = start.checkpoint.coefficients

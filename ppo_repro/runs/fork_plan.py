@@ -1,4 +1,4 @@
-"""Plan a fork without importing torch, which takes seconds; `fork.py` carries the plan out."""
+"""Plan a fork without importing torch, which takes seconds. `fork.py` carries the plan out."""
 
 from __future__ import annotations
 

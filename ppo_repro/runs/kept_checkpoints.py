@@ -28,7 +28,7 @@ FLOAT, MOMENTS = 4, 8  # bytes of a number of float32, and of AdamW's two moment
 
 
 def parameter_bytes(module: nn.Module) -> int:
-    """Return the bytes of a module's parameters; tied parameters count once."""
+    """Return the bytes of a module's parameters. Tied parameters count once."""
     return sum(parameter.nbytes for parameter in module.parameters())
 
 
@@ -101,7 +101,7 @@ class Checkpoints:
         return listed(run_dir, folder)
 
     def give_moments(self) -> None:
-        """Send the first process what it lacks for a checkpoint; every other process calls this when it saves one."""
+        """Send the first process what it lacks for a checkpoint. Every other process calls this when it saves one."""
         self._take("")
 
     def save(self, run_dir: Path, head: Head, link: str) -> dict[str, str]:

@@ -99,7 +99,7 @@ def _planned(config: RunConfig, shapes: Shapes, processes: int) -> Plan:
 
 
 def _micro_batch(size: int, sequences: int, processes: int) -> int:
-    """Return the sequences of a pass in one of the processes, which divide the sequences; `size` 0 takes all."""
+    """Return the sequences of a pass in one of the processes, which divide the sequences. `size` 0 takes all."""
     mine = ceil(sequences / processes)
     return min(size or mine, mine)
 

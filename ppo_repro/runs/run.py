@@ -42,7 +42,7 @@ def run(
     tracking: AbstractContextManager[object] = NO_TRACKING,
     label: Label = UNLABELLED,
 ) -> tuple[Path, dict[str, float]]:
-    """Execute a configuration and record everything; a run that fails midway keeps its complete iterations.
+    """Execute a configuration and record everything. A run that fails midway keeps its complete iterations.
 
     If there are several processes, the first one records. All others get copies of the files that the run reads.
 
@@ -67,7 +67,7 @@ def run(
 
 
 def writing(ranks: Ranks, run_dir: Path) -> AbstractContextManager[None]:
-    """Lock a run folder; the first of several processes holds the lock. Raises UserError if another process has it."""
+    """Lock a run folder. The first of several processes holds the lock. Raises UserError if another process has it."""
     return only_writer(run_dir) if ranks.is_first else nullcontext()
 
 

@@ -48,7 +48,7 @@ class Summary:
 
 
 def summarise(run_dir: Path, seconds: dict[str, float] | None = None) -> Summary:
-    """Return the summary of a complete run; `seconds` by phase replace the recorded seconds."""
+    """Return the summary of a complete run. `seconds` by phase replace the recorded seconds."""
     recorded = reader.open_manifest(run_dir)
     rows = reader.read_iterations(run_dir, recorded=recorded)
     figures: Figures = {
@@ -170,7 +170,7 @@ def draws_of_records(iteration: int, tokens: pd.DataFrame) -> Draws:
 
 
 def are_drawn(config: RunConfig) -> bool:
-    """Return whether the recorded tokens were drawn; tokens that were encoded again were not."""
+    """Return whether the recorded tokens were drawn. Tokens that were encoded again were not."""
     return not config.mismatch.trainer.retokenize
 
 
@@ -238,7 +238,7 @@ def not_promised(config: RunConfig) -> list[str]:
 
 
 def _control(run_dir: Path, recorded: Manifest, rows: pd.DataFrame) -> Described:
-    """Describe a control run, whose tokens are environment steps; returns are undiscounted."""
+    """Describe a control run, whose tokens are environment steps. The returns are undiscounted."""
     final, (figures, agreement) = recorded.final, _agreement(rows, "rollout", has_value_model=True)
     before, after = float(rows["eval_return"].iloc[0]), float(final["eval_return"])
     figures |= {

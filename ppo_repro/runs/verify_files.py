@@ -37,7 +37,7 @@ _UNFINISHED = re.compile(
 
 @dataclass(frozen=True)
 class Verified:
-    """The contents of an undamaged run folder; paths are relative to it."""
+    """The contents of an undamaged run folder. Paths are relative to it."""
 
     status: str
     fingerprint: str

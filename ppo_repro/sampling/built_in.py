@@ -29,7 +29,7 @@ def unchanged(logits: Tensor, seeds: Tensor, positions: Tensor, temperature: flo
 
 
 class RequestQueue:
-    """Requests that wait, and requests in seats; a finished request gives its seat to the next one."""
+    """Requests that wait, and requests in seats. A finished request gives its seat to the next one."""
 
     def __init__(self, requests: Sequence[Request], seats: int) -> None:
         self._waiting, self._free = deque(enumerate(requests)), list(range(seats))
@@ -53,7 +53,7 @@ class RequestQueue:
 
 
 class BuiltInSampler:
-    """Samples with the weights that the policy has at a call; no keys and values stay after the call."""
+    """Samples with the weights that the policy has at a call. No keys and values stay after the call."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
 """Compute logits for requests in seats.
 
 A seat is the part of the cache with the keys and values of one sequence. A request stays in its seat until its
-completion ends; keys and values stay until the next request takes the seat.
+completion ends. Keys and values stay until the next request takes the seat.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ppo_repro.numerics.sequences import index, ragged
 
 
 def _keys(tokens: Sequence[int]) -> list[int]:
-    """Return a hash of every prefix, shortest first; equal prefixes have equal hashes."""
+    """Return a hash of every prefix, shortest first. Equal prefixes have equal hashes."""
     return list(accumulate(tokens, lambda key, token: hash((key, token)), initial=0))[1:]
 
 
@@ -56,7 +56,7 @@ class PrefixIndex:
 
 
 class Sampled(NamedTuple):
-    """A sampled token: one row of a `draw.DrawnTokens`; NumPy numbers are read faster than tensors."""
+    """A sampled token: one row of a `draw.DrawnTokens`. NumPy numbers are read faster than tensors."""
 
     token: int
     logprob: np.float32
@@ -185,7 +185,7 @@ class Seats:
         return rows
 
     def _take_over(self, item: Seated) -> None:
-        """Copy the longest prefix that a seat has; the last prompt token is always computed, for its logits."""
+        """Copy the longest prefix that a seat has. The last prompt token is always computed, for its logits."""
         source, item.computed = self._prefixes.longest(item.request.prompt_ids[:-1])
         if item.computed and source != item.seat:
             self._network.copy_prefix(self._cache, source, item.seat, item.computed)

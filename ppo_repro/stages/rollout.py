@@ -38,7 +38,7 @@ class Task:
 
 
 def choose_prompts(config: RunConfig, task: Task, iteration: int) -> Prompts:
-    """Choose the prompts of an iteration, each `samples_per_prompt` times; every response has its own seed."""
+    """Choose the prompts of an iteration, each `samples_per_prompt` times. Every response has its own seed."""
     problems = choose(task.problems.train, config.rollout.prompts_per_iteration, config.seed, iteration)
     # a small task can draw a prompt twice in one iteration; the numbers of its samples then continue
     entries: list[tuple[Problem, int]] = []
@@ -128,7 +128,7 @@ def known(name: str, values: Sequence[T | None]) -> tuple[T, ...] | None:
 
 
 def roll_out(config: RunConfig, task: Task, engine: Engine, prompts: Prompts, ranks: Ranks) -> Rollout:
-    """Sample one response to every prompt; each process samples a part, and every process returns all responses."""
+    """Sample one response to every prompt. Each process samples a part, and every process returns all responses."""
     problems = [task.problems.by_key[key] for key in prompts.prompt_key]
     answers = generate(task, engine, problems, sampling_of(config), prompts.seed, ranks)
     completions = [answer.completion for answer in answers]

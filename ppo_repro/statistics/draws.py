@@ -32,7 +32,7 @@ def moved_by_rounding(tokens: int) -> float:
 
 @dataclass(frozen=True)
 class Draws:
-    """Sums over some sampled tokens; `+` adds the sums of other responses."""
+    """Sums over some sampled tokens. `+` adds the sums of other responses."""
 
     tokens: int
     excess: float  # sum of log p(token) + H(p), nats

@@ -51,7 +51,7 @@ def extracted(response: str, extraction: AnswerExtraction) -> str | None:
 
 
 def matches(response: str, answer: str) -> bool:
-    """Return whether the response equals the answer, if it is not empty; surrounding white space does not count."""
+    """Return whether the response equals the answer, if it is not empty. Surrounding white space does not count."""
     return response.strip() == answer.strip() != ""
 
 
@@ -151,7 +151,7 @@ def for_source(judge: Judge, source: Source, task: TaskConfig) -> Judge:
     """Return the judge with the verifier and the answer extraction of a task.
 
     Raises UserError if a term needs a verifier or answers that the task does not have, or if `check_functions` refuses
-    a user's function; the texts are answer, prompt and the empty text of two prompts, and the answer again.
+    a user's function. The texts are answer, prompt and the empty text of two prompts, and the answer again.
     """
     if isinstance(task, PythonTask) and source.verifier is None and _asks_verifier(judge.config):
         raise UserError(

@@ -31,7 +31,7 @@ Loaded = dict[tuple[str, str], Function]  # by field of the configuration and na
 
 
 def _awaited(function: Function) -> Function:
-    """Return the function; one event loop runs the results of an `async def`."""
+    """Return the function. One event loop runs the results of an `async def`."""
 
     @functools.wraps(function)
     def call(*arguments: Any, **named: Any) -> Any:

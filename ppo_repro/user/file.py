@@ -26,7 +26,7 @@ _numbers = count()
 
 
 class RefusedError(Exception):
-    """A user's function has a wrong signature or returned a wrong value; the message tells what is allowed."""
+    """A user's function has a wrong signature or returned a wrong value. The message tells what is allowed."""
 
 
 @dataclass(frozen=True)

@@ -188,7 +188,7 @@ def _faults_by_tokens(config: RunConfig, tried: _TokenFunction) -> Iterator[str]
 
 
 def _faults_by_iteration(config: RunConfig, call: Callable[[Batch], Tensor], batches: Iterable[Batch]) -> Iterator[str]:
-    """Yield the faults of a function that a run calls with all tokens of an iteration; the first batch has as many."""
+    """Yield the faults of a function that a run calls with all tokens of an iteration. The first batch has as many."""
     for number, batch in enumerate(batches):
         with Watch() as seen:
             first = call(batch)

@@ -1,6 +1,6 @@
 """Compute rule 4, attention: scores, softmax and mixed values of each head, and their gradients.
 
-Scores and mixed values follow rule 1, over head_dim and over key positions; the sum of p follows rule 3.
+Scores and mixed values follow rule 1, over head_dim and over key positions. The sum of p follows rule 3.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ def blocks_of(position: Array) -> list[Array]:
 def weight_addends(dy: Array, x: Array, position: Array, precision: Precision = "highest") -> Addends:
     """Compute rule 2 for a matrix: dW[n, k] = sum_t dy[t, n] x[t, k], one sum by rising position for each block.
 
-    dy [rows, N], x [rows, K]; each addend [N, K]. An expert's rows are the tokens that chose it; a sequence without
+    dy [rows, N], x [rows, K]; each addend [N, K]. An expert's rows are the tokens that chose it. A sequence without
     tokens of the expert adds nothing. Kernel: `weight_gradient`.
     """
     return [(EVERYWHERE, block_sum(dy[rows].T, x[rows].T, precision, "none")) for rows in blocks_of(position)]

@@ -35,7 +35,7 @@ class LayerActivations:
 
 @dataclass(frozen=True)
 class Activations:
-    """Activations of a sequence's forward pass; `hidden` [T, H] are the hidden states after the last norm."""
+    """Activations of a sequence's forward pass. `hidden` [T, H] are the hidden states after the last norm."""
 
     ids: Array
     layers: tuple[LayerActivations, ...]

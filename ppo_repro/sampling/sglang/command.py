@@ -1,6 +1,6 @@
 """Build the command line and the environment of a server, and inspect its interpreter.
 
-`look_into` runs the interpreter and `numerics_digest` reads files; the other functions have no effects.
+`look_into` runs the interpreter and `numerics_digest` reads files. The other functions have no effects.
 """
 
 from __future__ import annotations

@@ -116,7 +116,7 @@ class SGLangEngine:
     """
 
     def __init__(self, config: RunConfig, policy: PreTrainedModel, stop_ids: frozenset[int], folder: Path) -> None:
-        """Prepare an engine whose servers are not started yet; `folder` is for logs, notes and weights."""
+        """Prepare an engine whose servers are not started yet. `folder` is for logs, notes and weights."""
         settings = config.rollout.engine
         assert isinstance(settings, SGLangServers)
         self.settings, self.policy, self.stop_ids, self.folder = settings, policy, stop_ids, folder
@@ -129,7 +129,7 @@ class SGLangEngine:
 
     @contextmanager
     def running(self, waiting: Waiting) -> Iterator[Self]:
-        """Start the servers, which end with the block; `waiting` is called while a server starts."""
+        """Start the servers, which end with the block. `waiting` is called while a server starts."""
         self.folder.mkdir(parents=True, exist_ok=True)
         # a short prefix, because the path of a socket is limited to 107 characters
         with tempfile.TemporaryDirectory(prefix="ppo-sglang-", ignore_cleanup_errors=True) as temporary:

@@ -29,7 +29,7 @@ from ppo_repro.user.file import RefusedError
 
 @dataclass(frozen=True)
 class RoutedLayers:
-    """Shape of a model's routes; SGLang returns experts for every layer, zeros for a dense layer."""
+    """Shape of a model's routes. SGLang returns experts for every layer, zeros for a dense layer."""
 
     layers: int
     mixtures: tuple[int, ...]  # the layers with a router

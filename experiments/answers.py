@@ -101,7 +101,7 @@ def results_of(grid: Path, measures: Measures, twin: Twin | None) -> pd.DataFram
 
 
 def interval(values: npt.ArrayLike, form: str = "{:.3f}") -> str:
-    """Return the mean and 95 % Student interval over seeds, as text; values that are not finite are counted."""
+    """Return the mean and 95 % Student interval over seeds, as text. Values that are not finite are counted."""
     finite, others = finite_of(values)
     if not len(finite):
         return "not finite"

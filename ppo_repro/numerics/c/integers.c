@@ -43,14 +43,14 @@ enum { LARGEST_INTEGER = 4095, SMALL_INTEGER = 32, BLOCK_STEPS = 1 + BLOCK / 2 }
 
 INLINE int padded_terms(int terms) { return (terms + PADDING - 1) / PADDING * PADDING; }
 
-// Floats that `terms` terms take, from the beginning of a block on
+// Returns the number of floats of `terms` terms, from the beginning of a block on
 INLINE int steps_of(Precision precision, int terms) {
   if (precision == PRECISION_HIGHEST) return terms;
   int rest = terms % BLOCK;
   return terms / BLOCK * BLOCK_STEPS + (rest ? 1 + padded_terms(rest) / 2 : 0);
 }
 
-// The same of a factor of a product: with remainders
+// Returns the same number for x or w of a product, which have remainders
 INLINE int product_steps(Precision precision, int terms) {
   return steps_of(precision, terms) << (precision == PRECISION_HIGH);
 }
@@ -104,7 +104,7 @@ typedef struct {
 
 INLINE Ints size_bits(Wide x) { return (Ints)x & 0x7fffffff; }
 
-// From the bits of the largest |x| of blocks
+// Returns the scales of blocks from the bits of their largest |x|
 INLINE Scales scales_of(Ints largest) {
   const Ints limit = 127 + 60;
   const Ints exponent = __builtin_elementwise_max(largest >> 23, (Ints)(127 + 11 - 63));
@@ -125,12 +125,12 @@ INLINE Ints remainders_of(Wide x, Wide up, Ints X) {
   return integers_of(x * up - __builtin_convertvector(X, Wide), (Wide)REMAINDER_SCALE);
 }
 
-// 1 for each number that is not zero and becomes a small integer
+// Returns 1 for each number that is not zero and becomes a small integer
 INLINE Ints small_ones(Wide x, Ints X) {
   return (X < SMALL_INTEGER) & (X > -SMALL_INTEGER) & (x != 0.0f) & 1;
 }
 
-// The first float of remainders, from the count of small ones of n
+// Returns the first float of remainders, from the number of small integers among n
 INLINE Wide remainder_weight(Ints small, int n) {
   return (Wide)((2 * small > n) & (Ints)(Wide)(1.0f / REMAINDER_SCALE));
 }

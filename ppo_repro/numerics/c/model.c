@@ -180,9 +180,10 @@ static Pass pass_over(const Model *m, const Batch *b) {
   return pass;
 }
 
-// Hidden states [tokens][hidden] after the last norm. `kept` has kept_floats(..); NULL with KEEP_NOTHING is
-// memory of this library. Returns 0, or, for the first norm whose input is not finite, 1 + 4 layer + (0:
-// norm1, 1: norm1_after, 2: norm2, 3: norm2_after); the last norm stands for norm1 of layer `layers`.
+// Writes the hidden states [tokens][hidden] after the last norm. `kept` has kept_floats(..) floats. With
+// KEEP_NOTHING it may be NULL, and the library uses memory of its own. Returns 0, or, if the input of a norm
+// is not finite, the number of the first such norm: 1 + 4 layer + (0: norm1, 1: norm1_after, 2: norm2, 3:
+// norm2_after). The last norm counts as norm1 of layer `layers`.
 int model_forward(const Model *m, const Batch *b, float *kept, Keep keep, float *hidden) {
   if (!kept) {
     keep = KEEP_NOTHING;

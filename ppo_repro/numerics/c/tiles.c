@@ -168,7 +168,7 @@ static void add_narrow_tile(const BlockOfProduct *a, const float *w, float *y) {
   }
 }
 
-// `cols` < 16 columns of y; w has 16. The tile goes through a copy of y that has 16.
+// Adds `cols` < 16 columns to y, where w has 16. The tile is computed in a copy of y that has 16 columns.
 static void add_ragged_tile(const BlockOfProduct *a, const float *w, float *y, int cols) {
   float copy[ROWS * COLS];
   BlockOfProduct to_copy = *a;
@@ -179,8 +179,8 @@ static void add_ragged_tile(const BlockOfProduct *a, const float *w, float *y, i
   for (int i = 0; i < a->rows; i++) copy_floats(y + i * a->y_row, copy + i * COLS, cols);
 }
 
-// `cols` columns of y, any number, where w is packed in panels: w_step is 16, x_step is 1, and every panel
-// has 16 columns in memory, also the last one.
+// Adds any number `cols` of columns to y, where w is packed in panels: w_step is 16, x_step is 1, and every
+// panel has 16 columns in memory, also the last one.
 static void multiply_panels(const BlockOfProduct *a, int cols) {
   const float *w = a->w;
   float *y = a->y;
@@ -197,8 +197,8 @@ static void multiply_panels(const BlockOfProduct *a, int cols) {
   if (cols > 0) add_ragged_tile(a, w, y, cols);
 }
 
-// `cols` columns of y, any number, where w lies in rows of any distance. A last part of less than 16 columns
-// is copied, so that nothing is read beyond it.
+// Adds any number `cols` of columns to y, where rows of w are any distance apart. If less than 16 columns are
+// left, their part of w is copied, so that nothing is read beyond it.
 static void multiply_rows(const BlockOfProduct *a, int cols) {
   const float *w = a->w;
   float *y = a->y;
@@ -215,8 +215,8 @@ static void multiply_rows(const BlockOfProduct *a, int cols) {
   add_ragged_tile(&in_panel, panel, y, cols);
 }
 
-// Any number of rows is cut into strips of nearly equal height, at most ROWS: the row at which strip s
-// begins.
+// Rows are cut into strips of nearly equal height, at most ROWS: the number of strips, and the row at which
+// strip s begins.
 INLINE int strips_of(int rows) { return (rows + ROWS - 1) / ROWS; }
 INLINE int strip_row(int rows, int s, int strips) { return (int)((long)rows * s / strips); }
 

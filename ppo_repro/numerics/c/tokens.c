@@ -366,7 +366,7 @@ typedef struct {
   double log_total;
 } Scores;
 
-// Of a row whose softmax is known
+// The parts of the scores in a row whose softmax is known
 INLINE Scores scores_of(const Sampling *of, int row) {
   return (Scores){
       .z = of->logits + row * of->ld,

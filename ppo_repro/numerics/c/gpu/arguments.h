@@ -90,7 +90,7 @@ INLINE SplitMatrix integers_in(float *memory, int rows, int blocks) {
   };
 }
 
-// The same with remainders: a factor of a product
+// The same with remainders, for x or w of a product
 INLINE SplitMatrix factor_in(float *memory, int rows, int blocks) {
   SplitMatrix all = integers_in(memory, rows, blocks);
   all.rest = (signed char *)(memory + integer_floats(rows, blocks));

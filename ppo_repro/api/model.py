@@ -199,7 +199,7 @@ def deterministic(
     copied.generate = partial(_no_generate, copied)
     copied.accepts_loss_kwargs = True  # transformers' Trainer then passes num_items_in_batch
     begin_pass(copied)
-    # makes tables, which may refuse the configuration; weights move now, before the caller can keep a view of one
+    # the network checks the configuration now, and weights move now, before the caller can keep a view of one
     cast(Network, network_of(copied)).model.fuse()
     library.set_threads(min(torch.get_num_threads(), MAX_THREADS) if threads is None else threads)
     return cast(PreTrainedModel, copied)

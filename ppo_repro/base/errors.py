@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 OUT_OF_MEMORY = "out of memory; `ppo-repro plan CONFIG` says for what, and what to change"
-# in the words of torch's CPU allocator, C++ and the system
+# words by which torch's CPU allocator, C++ and the system report it
 _OUT_OF_MEMORY = ("allocate memory", "not enough memory", "std::bad_alloc", "out of memory")
 
 

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from filelock import AcquireReturnProxy, UnixFileLock
 
 SUFFIX = ".lock"
-# how long a lock that names no living process of this machine must be held before it counts as held: a reader that
-# looks whether there is a holder has it for an instant, and a new holder needs an instant to say who it is
+# A lock that names no living process of this machine counts as held only after this time. A reader that looks for a
+# holder has the lock for an instant, and a new holder needs an instant to write its name.
 PATIENCE_SECONDS = 5.0
 LOOK_SECONDS = 0.01
 _HOLDER = re.compile(rb"process (\d+) on (\S+) since (\S+) by ([^\n]*)\n")

@@ -63,7 +63,7 @@ class Categorical(nn.Module):
     def sample(self, outputs: Tensor, noise: Tensor) -> Tensor:
         """Draw actions [n, A] from outputs [n, outputs] and the noise of the same rows."""
         require_finite(outputs)
-        # argmax of NumPy, which names the first of equal ones
+        # NumPy's argmax returns the first of equal numbers
         drawn = (outputs.detach().to(torch.float64) + noise).numpy().argmax(-1)
         return torch.from_numpy(drawn.astype(np.float32))[:, None]
 

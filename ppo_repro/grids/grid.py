@@ -36,7 +36,7 @@ from ppo_repro.runs.run import NO_TRACKING
 
 SHOWN = ("final.eval_accuracy", "final.eval_score")  # columns of the printed table
 SHOWN_FIELDS = 8  # of a configuration that has changed
-# the parts of an environment that can change results, and parts that change only the results of some cells
+# parts of an environment that can change every result, and parts that can change results of some cells only
 CHANGING = ("code_digest", "python", "packages")
 OF_MACHINE = ("machine", "cpu_capability", "torch_build")
 

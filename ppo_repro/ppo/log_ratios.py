@@ -1,6 +1,6 @@
 """Log-ratios new / old that every loss must survive, in the trial before a run and in `ppo_repro.testing`."""
 
-# next to 0; beyond clipping; where exp overflows float32 (88.7) and float64 (709.8)
+# near 0, beyond clipping, and where exp overflows float32 (88.7) and float64 (709.8)
 LOG_RATIOS = (1e-8, -1e-8, 20.0, -20.0, 100.0, -100.0, 800.0, -800.0)
 
 

@@ -149,7 +149,7 @@ class Clip(Objective):
     dual: float | None = None
 
     def surrogates(self, ratios: Tensor, advantages: Tensor, new_logprobs: Tensor) -> Tensor:
-        # chosen by flag instead of by min, so that a removed gradient is exactly 0 where r A underflows too
+        # chosen by flag instead of min, so that a removed gradient is exactly 0 even if r A underflows
         assert ratios.shape == advantages.shape == (ratios.numel(),)
         flags = self._clip_flags(ratios, advantages)
         bounded = ratios.detach().clamp(float32(1.0 - self.low), float32(1.0 + self.high))

@@ -67,7 +67,7 @@ def to_parquet(data: pa.Table) -> memoryview:
         data,
         sink,
         compression="zstd",
-        # dictionaries and statistics compare floats by value: all NaNs are one, and zeros have no sign
+        # not for floats: dictionaries and statistics would lose the bits of NaNs and the sign of zeros
         use_dictionary=texts,
         write_statistics=whole,
         write_page_checksum=True,

@@ -47,7 +47,7 @@ def flat(value: Any, path: str = "") -> dict[str, Any]:
 def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, list[Any]]:
     """Return [before, after] of every entry in which two flat mappings differ; None stands for a missing entry."""
     names = dict.fromkeys([*before, *after])
-    # by their text: 1, 1.0 and true are equal values
+    # compared as text, because 1, 1.0 and true are equal as values
     return {n: [before.get(n), after.get(n)] for n in names if repr(before.get(n)) != repr(after.get(n))}
 
 

@@ -102,7 +102,7 @@ def from_recorded(
         UserError: the records are damaged.
     """
     left, moment = reader.read_moment(run_dir, recorded, iteration), BEFORE if iteration is None else iteration
-    # a table that only one side has is no result: which side tables are recorded is configuration
+    # a table that only one side has is no difference, because the configuration decides which side tables exist
     order = (*manifest.side_tables_of(recorded), *manifest.tables_of(recorded))
     tables = (table for table in order if table.name in left and table.name in computed)
     differences = (first_table_difference(t, left[t.name], computed[t.name], moment) for t in tables)
@@ -150,7 +150,7 @@ def _column(data: pa.Table, column: schema.Column) -> pa.ChunkedArray | None:
         values = digests.plain(column.kind, data.column(column.name))
     else:
         values = digests.plain(column.kind, pa.nulls(data.num_rows, digests.ARROW_TYPES[column.kind]))
-    # what lies outside the fingerprint may be missing, or null in every row
+    # a column outside the fingerprint may be missing, or null in every row
     return values if column.in_fingerprint or values.null_count < data.num_rows else None
 
 
@@ -217,7 +217,7 @@ def _shown(value: Any, bits: str) -> str:
 def _around_difference(left: str | list[Any], right: str | list[Any]) -> tuple[str, str]:
     # two long texts in full would hide the one position at which they differ
     pairs = enumerate(zip(left, right, strict=False))
-    # as numbers 0.0 and -0.0 are equal, and a NaN is no NaN
+    # compared as text, because 0.0 equals -0.0, and a NaN does not equal itself
     first = next((index for index, (a, b) in pairs if repr(a) != repr(b)), min(len(left), len(right)))
     start = max(0, first - _CONTEXT)
     windows = []

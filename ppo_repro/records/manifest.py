@@ -29,7 +29,7 @@ VERSION = 4  # of this file; versions 1 to 3 were written by ppo_repro 0.2 and e
 _DAMAGED = "the manifest was changed or damaged"
 _LOG_DAMAGED = "the file was changed or damaged"
 Status = Literal["running", "interrupted", "failed", "complete"]
-# the tables of the fingerprint, and side tables
+# by kind of run: the tables of the fingerprint, and the side tables
 _TABLES: dict[Kind, tuple[tuple[schema.Table, ...], tuple[schema.Table, ...]]] = {
     LANGUAGE: (schema.TABLES, schema.SIDE_TABLES),
     CONTROL: (schema.CONTROL_TABLES, ()),

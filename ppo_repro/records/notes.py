@@ -15,7 +15,7 @@ from ppo_repro.records import reader
 from ppo_repro.records.folder import ACCURACY_NAME, CARD_NAME, ENVIRONMENT_NAME, RESUMED, STARTED, TIMES_NAME
 from ppo_repro.records.manifest import Head
 
-# of errors of log-probs, by the peer; above it the run says so
+# ratio to the error of stock torch above which a run warns, by stock torch's dtype
 LARGEST_RATIO = {"float32": 4.0, "bfloat16": 1.0}
 
 

@@ -77,7 +77,7 @@ def _words(setups: Sequence[Setup], most: int) -> list[list[str]]:
     chosen: list[str] = []
     while len(chosen) < min(most, len(names)):
         left = [name for name in names if name not in chosen]
-        # of equally good fields the first one
+        # `max` takes the first of equally good fields
         chosen.append(max(left, key=lambda name: len({_key(setup, [*chosen, name]) for setup in setups})))
     chosen.sort(key=names.index)
     ends = {name: _leaf(name, names) for name in chosen}

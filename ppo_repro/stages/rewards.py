@@ -157,7 +157,7 @@ def _placed_scores(
     """Return the scores [B] placed on tokens, [N] float64."""
     at_steps, placement = _step_rewards(config, rollout), config.reward.placement
     runs = at_steps.split(rollout.lengths.tolist())
-    # in the order of the tokens: torch's sums have the order of the machine
+    # summed in the order of the tokens, because the order of torch's sums depends on the machine
     rest = scores - torch.tensor([reduce(add, run.tolist(), 0.0) for run in runs], dtype=torch.float64)
     if isinstance(placement, str):
         return place_scores(rest, rollout.lengths, rollout.word_ids(), placement) + at_steps

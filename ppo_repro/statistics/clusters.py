@@ -16,7 +16,7 @@ from ppo_repro.statistics.kl import Floats
 
 Ints = npt.NDArray[np.int64]
 
-# float64 bits kept in a bin: positive numbers are ordered like their bits, 128 bins between two powers of two
+# A bin is a float64 without its lowest bits, because positive floats are ordered like their bits: 128 bins in an octave
 _BITS_DROPPED = 45
 
 

@@ -398,7 +398,7 @@ PAIR_STEPS = Table("pair_steps", "one row per optimizer step of the reward model
 PREPARATION = (WARM_START_STEPS, PAIRS, PAIR_UPDATES, PAIR_STEPS)
 SIDE_TABLES = (*PREPARATION, EVALUATIONS)
 
-# In a control run a sequence is a fragment, the part of one episode that lies in one iteration. A token is a step of the
+# In a control run a sequence is a fragment, the part of one episode in one iteration. A token is a step of the
 # environment. Columns with names of a language run mean the same. The anchor is the rollout. No step is missing.
 _FRAGMENT = Column("sequence", "int32", "index", "computed",
     about="Fragment within the iteration, from 0, by environment and time.")

@@ -29,11 +29,11 @@ from ppo_repro.testing.audit import limits
 from ppo_repro.testing.audit.distributions import Definition, sampled_from
 from ppo_repro.testing.audit.draws import DrawCauses, Tally, absent_ends, drawn_from
 from ppo_repro.testing.audit.judge import judged
+from ppo_repro.testing.audit.judged_side import JudgedSide
 from ppo_repro.testing.audit.measure import rms
 from ppo_repro.testing.audit.reference import Reference, chunks_of, references_of
 from ppo_repro.testing.audit.sides import RecordedSide, recorded_sides
 from ppo_repro.testing.audit.stack import StackModel, StackSampling, positions, vocabulary
-from ppo_repro.testing.audit.verdict import JudgedSide
 from ppo_repro.testing.dumps import DumpedResponse
 
 TOKENS = ("row", "turn", "position", "token_id", "reference", "trainer_reference", "sampler", "trainer")
@@ -153,7 +153,7 @@ def _require_temperature(sampling: StackSampling, sides: Iterable[JudgedSide]) -
 
 def _check_weights(sampler: JudgedSide, trainer: JudgedSide, recorded: Sequence[RecordedSide], floor: float) -> None:
     """Raise UserError if both sides agree with each other but not with the model, for no known cause."""
-    if not (sampler.verdict.is_unknown and trainer.verdict.is_unknown):
+    if not sampler.state == trainer.state == "unknown":
         return
     pairs = zip(*(side.numbers for side in recorded), strict=True)
     differences = torch.cat([(a.recorded - b.recorded)[a.usable & b.usable] for a, b in pairs])
@@ -161,7 +161,7 @@ def _check_weights(sampler: JudgedSide, trainer: JudgedSide, recorded: Sequence[
         return  # the sides share no token
     apart, nearer = rms(differences), min(sampler.distance.rms, trainer.distance.rms)
     if apart <= max(limits.RIGHT * floor, limits.AGREE * nearer):
-        known = f" ({sampler.verdict.known[0]})" if sampler.verdict.known else ""
+        known = f" ({sampler.known[0]})" if sampler.known else ""
         raise UserError(
             f"--model: sampler and trainer are {apart:.2g} nats (rms) from each other and {nearer:.2g} from this "
             f"model, and no fault explains it{known}; give the folder of the weights that the dump was made with, and "

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from ppo_repro.testing.audit import limits
 from ppo_repro.testing.audit.distributions import RAW, TEMPERED, Definition
-from ppo_repro.testing.audit.measure import rms
+from ppo_repro.testing.audit.measure import Stored, rms, stored_as
 from ppo_repro.testing.audit.numbers import Numbers, numbers_of
 from ppo_repro.testing.audit.reference import Reference, logprobs_by
 from ppo_repro.testing.audit.stack import StackSampling
@@ -49,6 +49,37 @@ class RecordedSide:
     def rms(self) -> float:
         """Return the rms of the errors, nats."""
         return rms(torch.cat(self.errors))
+
+
+@dataclass(frozen=True)
+class WrongSide:
+    """Side with a wrong log-prob in some responses, and the errors that are rounding in its numbers."""
+
+    recorded: RecordedSide
+    wrong_responses: Sequence[int]  # their indices
+
+    @cached_property
+    def _usable(self) -> tuple[Tensor, Tensor]:
+        """Return the recorded and the right numbers of these responses."""
+        wrong = [self.recorded.numbers[i] for i in self.wrong_responses]
+        recorded = torch.cat([numbers.recorded[numbers.usable] for numbers in wrong])
+        return recorded, torch.cat([numbers.reference[numbers.usable] for numbers in wrong])
+
+    @cached_property
+    def stored(self) -> Stored:
+        """Return the format of the numbers."""
+        return stored_as(self._usable[0])
+
+    @cached_property
+    def scale(self) -> float:
+        """Return how many times as large as log-probs the numbers are, as sums are; they round as much more."""
+        recorded, right = self._usable
+        return max(1.0, rms(recorded) / max(rms(right), 1e-9))
+
+    @cached_property
+    def tolerance(self) -> float:
+        """Return the rms of rounding, nats."""
+        return limits.RIGHT * self.recorded.reference.floor * self.scale + limits.RECORDED * rms(self._usable[0])
 
 
 def largest_error(model: PreTrainedModel, side: RecordedSide, some: Sequence[int]) -> float:

@@ -105,5 +105,5 @@ def test_a_prompt_that_was_encoded_again_is_named() -> None:
     stack = StackModel(model, {}, BOS_ID, tokenizer=of)
     found = audit(stack, dump.dump(bad, dump.logprobs()), StackSampling(TEMPERATURE))
     assert cause_of(found.sampler) == "ids that were decoded and encoded again"
-    assert found.sampler.verdict.state == "explained"
-    assert found.sampler.verdict.advice == ADVICE["retokenization"].mend
+    assert found.sampler.state == "explained"
+    assert found.sampler.advice == ADVICE["retokenization"].mend

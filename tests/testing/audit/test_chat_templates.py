@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from ppo_repro.tasks.tokenizer import train_bpe
 from ppo_repro.testing.advice import ADVICE
 from ppo_repro.testing.audit.audit import audit
+from ppo_repro.testing.audit.causes.chat_templates import CHANGES
 from ppo_repro.testing.audit.causes.inputs import of_inputs
 from ppo_repro.testing.audit.stack import StackModel, StackSampling
 from tests.support.models import qwen3_config, small_model
@@ -59,6 +60,10 @@ def fed(of: PreTrainedTokenizerBase, text: str) -> dict[str, str]:
     stack = StackModel(small_model(qwen3_config(max_position_embeddings=512), 4), {}, tokenizer=of)
     causes = of_inputs([response(tuple(of(text).input_ids), (3,))], stack)
     return {c.words: of.decode(list(c.passes[0][0].ids)) for c in causes if c.words in FAULTS}
+
+
+def test_every_change_has_a_planted_fault() -> None:
+    assert [row.words for row in CHANGES] == list(FAULTS)
 
 
 @pytest.mark.parametrize("words", FAULTS)

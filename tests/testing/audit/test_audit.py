@@ -465,6 +465,26 @@ def test_sides_with_different_orders_of_cuts_are_of_different_distributions(
     assert lines(found)[-1].startswith("verdict: the sides are processed in different orders of the cuts")
 
 
+@pytest.mark.parametrize(("temperature", "line"), [(0.8, "draws: right: "), (0.3, "draws: explained by temperature ")])
+def test_draws_are_judged_by_the_samplers_own_order_of_cuts(
+    prompts: Material, stack: StackModel, temperature: float, line: str
+) -> None:
+    sampling, names = StackSampling(0.8, 0.8, 6), (", top-p of what top-k leaves (Transformers, vLLM)", "")
+    of_sampler, of_trainer = (next(d for d in sampled_from(sampling) if d.order == name) for name in names)
+    generator = seeded(3)
+
+    def draw(logits: Tensor) -> int:
+        target, counts = torch.zeros(1, dtype=torch.int64), torch.ones(1, dtype=torch.bool)
+        kept = of_sampler.logits(Chunk(logits[None].double(), target, (), (), sampling, counts))
+        return int(torch.multinomial((kept * 0.8 / temperature).softmax(-1)[0], 1, generator=generator))
+
+    made = sampled_by(prompts, draw)
+    sides = (in_order(made, sampling, ORDERS[d.order][0], 0.8) for d in (of_sampler, of_trainer))
+    found = audit(stack, made.dump(*(values for values, _ in sides)), sampling)
+    assert found.sampler.state == found.trainer.state == "of its own order"
+    assert any(said.startswith(line) for said in lines(found)), lines(found)
+
+
 @pytest.mark.slow
 def test_each_side_is_judged_by_the_distribution_that_it_is_said_to_have(made: Material, stack: StackModel) -> None:
     raw, tempered, of_8 = made.logprobs(temperature=1.0), made.logprobs(), kept(top_k(8))(made)

@@ -58,7 +58,7 @@ class JudgedSide:
 
     @property
     def state(self) -> State:
-        """Return the state."""
+        """Return the state: only a wrong side can be unknown, only a right one of its own order."""
         if self.distance.wrong_responses and not self.hypotheses.named:
             return "unknown"
         if self.distance.wrong_responses or self.gaps.count:
@@ -76,7 +76,8 @@ class JudgedSide:
         if self.state == "unknown":
             return "unknown"
         if self.state == "of its own order":
-            return f"{self.definition.words}{', each cut of all tokens' * (self.definition == EACH_CUT_OF_ALL)}"
+            order = ", each cut of all tokens" if self.definition == EACH_CUT_OF_ALL else ""
+            return f"{self.definition.words}{order}"
         return " and ".join(filter(None, (self.gaps.words, " or ".join(t.words for t in self.hypotheses.named))))
 
     @property

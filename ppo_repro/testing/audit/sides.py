@@ -116,23 +116,25 @@ def _definitions(sides: Mapping[str, ByDefinition], sampling: StackSampling) -> 
     """
     asked = {"sampler": sampling.sampler_logprobs, "trainer": sampling.trainer_logprobs}
     free = [sides[name] for name, said in asked.items() if said == "auto"]
-    tolerance = limits.RIGHT * max(side.reference.floor for side in sides["sampler"].values())
-
-    def nearest(definitions: Iterable[Definition], to: Sequence[ByDefinition]) -> Definition:
-        def distance(definition: Definition) -> float:
-            apart = limits.UNLIKE_TEMPERED if definition != TEMPERED else 0.0
-            apart += limits.DROPS_A_TOKEN if to[0][definition].reference.dropped else 0.0
-            return sum([math.log(side[definition].rms + tolerance) for side in to], apart)
-
-        return min(definitions, key=distance)
-
     found = {}
     for name, said in asked.items():
         if said == "auto":
-            found[name] = nearest((definition for definition in sides[name] if definition != RAW), free)
+            found[name] = _nearest((definition for definition in sides[name] if definition != RAW), free)
         else:
-            found[name] = nearest((d for d in sides[name] if d.kind == said), [sides[name]])
+            found[name] = _nearest((d for d in sides[name] if d.kind == said), [sides[name]])
     return found
+
+
+def _nearest(definitions: Iterable[Definition], sides: Sequence[ByDefinition]) -> Definition:
+    """Return the definition with the smallest errors of these sides, in logarithms; `tempered` is preferred."""
+    tolerance = limits.RIGHT * max(side.reference.floor for side in sides[0].values())
+
+    def size(definition: Definition) -> float:
+        handicap = limits.UNLIKE_TEMPERED if definition != TEMPERED else 0.0
+        handicap += limits.DROPS_A_TOKEN if sides[0][definition].reference.dropped else 0.0
+        return sum([math.log(side[definition].rms + tolerance) for side in sides], handicap)
+
+    return min(definitions, key=size)
 
 
 def _different_orders(sides: Mapping[str, ByDefinition], sampling: StackSampling) -> dict[str, Definition]:

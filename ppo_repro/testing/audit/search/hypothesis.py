@@ -124,7 +124,8 @@ class Hypotheses:
 
     def shown(self) -> list[Hypothesis]:
         """Return the best ones, those that leave at most half of the errors, and the one without a cause."""
-        limit = limits.OF_ERRORS * next((t.left for t in (*self.best, *self.others) if not t.deviations), 0.0)
+        without_a_cause = (t.left for t in (*self.best, *self.others) if not t.deviations)
+        limit = limits.OF_ERRORS * next(without_a_cause, 0.0)
         plain = [t for t in self.others if not t.deviations]
         near = (t for t in self.others if t.deviations and t.left <= limit)
         return [*[*self.best, *near][: limits.SHOWN - len(plain)], *plain]

@@ -111,7 +111,11 @@ def trial_of(model: PreTrainedModel, side: WrongSide, causes: Sequence[Cause]) -
 
 
 def _is_predicted(cause: Cause, tokens: Tokens) -> bool:
+    """Return whether a cause predicts any of the tokens; another input may predict few tokens of a response."""
     if not isinstance(cause, OtherInput):
         return True
-    windows = ((w, cause.passes[w.response]) for w in tokens.windows)
-    return any(not passes or any(one.within(w.start, w.end) for one in passes) for w, passes in windows)
+    for w in tokens.windows:
+        passes = cause.passes[w.response]
+        if not passes or any(one.within(w.start, w.end) for one in passes):
+            return True
+    return False

@@ -5,8 +5,8 @@
 3. Measure how far each side is from the right log-probs (`judge`). A side is right if it is about as near as float32.
 4. Search the causes of a wrong side (`search/`): each cause predicts numbers, and explains the side if the errors that
    it leaves are rounding (`measure.is_rounding`).
-5. Name the causes if at most three hypotheses explain the side equally well (`judge`). Else the cause is `unknown`, and
-   `facts` describes the errors.
+5. Name the causes if at most three hypotheses explain the side equally well (`judged_side`). Else the cause is
+   `unknown`, and `facts` describes the errors.
 6. If the sampler's log-probs are right, for both sides' order of cuts or its own, judge whether the tokens were drawn
    from them (`draws`).
 

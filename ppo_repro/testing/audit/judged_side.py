@@ -58,7 +58,7 @@ class JudgedSide:
 
     @property
     def state(self) -> State:
-        """Return the state: only a wrong side can be unknown, only a right one of its own order."""
+        """Return which of the four states the side has."""
         if self.distance.wrong_responses and not self.hypotheses.named:
             return "unknown"
         if self.distance.wrong_responses or self.gaps.count:
@@ -72,7 +72,7 @@ class JudgedSide:
 
     @property
     def cause(self) -> str:
-        """Return the words of the cause, of which an unknown one has only this word; "" for a right side."""
+        """Return the words of the cause: "unknown" if the audit names none, "" for a right side."""
         if self.state == "unknown":
             return "unknown"
         if self.state == "of its own order":

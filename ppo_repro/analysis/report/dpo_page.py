@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import numpy as np
 import pandas as pd
 
 from ppo_repro.analysis.html.markup import sentence, table
 from ppo_repro.analysis.html.page import (
     Card,
+    Figure,
     Section,
     Statement,
     facts_html,
@@ -23,6 +26,7 @@ from ppo_repro.analysis.report.sections.histograms import distribution_figure
 from ppo_repro.analysis.report.sections.terms import terms
 from ppo_repro.records import reader
 from ppo_repro.runs.summary import summarise
+from ppo_repro.statistics.clusters import Floats
 
 
 def dpo_page(facts: Facts) -> str:
@@ -41,8 +45,6 @@ def dpo_page(facts: Facts) -> str:
     )
     both = {"training pairs": pairs[~pairs["held_out"]], "held-out pairs": pairs[pairs["held_out"]]}
     margins = {group: rows["margins"].to_numpy(np.float64) for group, rows in both.items() if len(rows)}
-    caption = "Difference of the implicit rewards after training; above 0 the preferred response is the likelier one."
-    after = distribution_figure("Margins after training", margins, "margin", content.samples, caption)
     rows = [
         *((name, len(rows)) for name, rows in both.items()),
         ("optimizer steps", len(steps)),
@@ -53,11 +55,20 @@ def dpo_page(facts: Facts) -> str:
         folded_text("Configuration", facts.config_text),
         folded_table("Terms in words", terms()),
     )
+    learned = metric_figures(content.learning, [Curves("this run", curves)])
     sections = (
-        Section(
-            "learning", "Learning", figures=[*metric_figures(content.learning, [Curves("this run", curves)]), after]
-        ),
+        _learning(learned, margins, content.samples),
         Section("steps", "Steps", figures=[metric_by_step(metric, steps) for metric in content.figures_by_step]),
         Section("numbers", "Numbers and configuration", blocks=blocks),
     )
     return page(facts.name, cards, sections)
+
+
+def _learning(learned: Sequence[Figure], margins: Mapping[str, Floats], of: str) -> Section:
+    """Return the section Learning; if no margin is finite, a sentence replaces the figure of margins after training."""
+    if not any(np.isfinite(values).any() for values in margins.values()):
+        note = "No margin after training is finite, so there is no figure of them."
+        return Section("learning", "Learning", (note,), learned)
+    caption = "Difference of the implicit rewards after training; above 0 the preferred response is the likelier one."
+    after = distribution_figure("Margins after training", margins, "margin", of, caption)
+    return Section("learning", "Learning", figures=[*learned, after])

@@ -164,13 +164,13 @@ class Index:
         while run.read < run.head.num_iterations and not self._ended.is_set():
             batch = range(run.read, min(run.read + BATCH, run.head.num_iterations))
             try:
-                self.responses.insert(run.number, run.folder, batch)
+                self.responses.insert(run.number, run.folder, batch, run.is_judged)
             except duckdb.Error:
                 for iteration in batch:  # find the iterations that cannot be read
                     if self._ended.is_set():
                         return
                     try:
-                        self.responses.insert(run.number, run.folder, [iteration])
+                        self.responses.insert(run.number, run.folder, [iteration], run.is_judged)
                     except duckdb.Error as error:
                         line = f"{run.name}: iteration {iteration}: {str(error).splitlines()[0]}"
                         run.damaged = run.damaged | {iteration: line}  # the server's threads may read the old one

@@ -21,7 +21,7 @@ def distribution_figure(title: str, groups: Mapping[str, Floats], name: str, of:
     """Draw the distribution of the finite values of each group, as bars in percent, side by side.
 
     Args:
-        groups: the values of each group.
+        groups: the values of each group, at least one of them finite.
         name: the name of a value, for example `score`.
         of: the things that have a value, for example `responses`.
     """

@@ -19,7 +19,7 @@ from ppo_repro.analysis.report.data.run_curves import OneRun
 from ppo_repro.analysis.report.sections import curves
 from ppo_repro.analysis.report.sections.curves import Curves, curve_sections, main_chart
 from ppo_repro.analysis.report.sections.grid_answer import answer_cards, spread
-from ppo_repro.analysis.report.sections.terms import terms
+from ppo_repro.analysis.report.sections.numbers_and_configuration import folded_terms
 from ppo_repro.config.files import DPO
 from ppo_repro.config.run import RunConfig
 from ppo_repro.records.grid import CELLS, read_grid_table
@@ -52,7 +52,7 @@ def runs_page(folder: Path, linked_from: Path | None) -> str:
     sections = [
         _list_of_runs(runs, linked_from),
         *curve_sections(runs.listed[0].facts, lines, [fewer] * (len(settings) > MAX_LINES) + forks, _band(runs.finals)),
-        Section("terms", "Terms", blocks=[folded_table("Terms in words", terms())]),
+        Section("terms", "Terms", blocks=[folded_terms()]),
     ]
     return page(f"{folder.resolve().name}: {len(runs.listed)} runs", cards, sections)
 

@@ -24,11 +24,11 @@ from ppo_repro.analysis.report.data.metrics import Quantity
 from ppo_repro.analysis.report.data.page_numbers import read_page_numbers
 from ppo_repro.analysis.report.data.run_curves import summary_tables
 from ppo_repro.analysis.report.data.run_facts import Facts, read_facts
-from ppo_repro.analysis.report.pair_page import pair_page
 from ppo_repro.analysis.report.sections.grid_answer import answer_cards, main_effects
 from ppo_repro.analysis.report.sections.held_out import samples_section
 from ppo_repro.analysis.report.sections.sampler_and_trainer import cause_of
 from ppo_repro.analysis.report.sections.verdicts import learning, on_policy, troubles
+from ppo_repro.analysis.report.two_runs_page import two_runs_page
 from ppo_repro.base.errors import UserError
 from ppo_repro.config.files import load_config
 from ppo_repro.config.run import RunConfig
@@ -62,7 +62,7 @@ def seen(run_dir: Path) -> str:
 @cache
 def seen_beside(a: Path, b: Path) -> str:
     """The page of two runs that no test changes."""
-    return pair_page(a, b)
+    return two_runs_page(a, b)
 
 
 def text_of(page: str) -> str:

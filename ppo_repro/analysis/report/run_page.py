@@ -9,7 +9,7 @@ from ppo_repro.analysis.report.data.chosen_responses import choose_responses
 from ppo_repro.analysis.report.data.page_numbers import read_page_numbers
 from ppo_repro.analysis.report.data.run_curves import first_and_last, summary_tables
 from ppo_repro.analysis.report.data.run_facts import Facts, repeating
-from ppo_repro.analysis.report.data.token_data import token_data
+from ppo_repro.analysis.report.data.token_view import read_token_view
 from ppo_repro.analysis.report.sections import curves, verdicts
 from ppo_repro.analysis.report.sections.curves import Curves
 from ppo_repro.analysis.report.sections.held_out import samples_section
@@ -38,7 +38,7 @@ def run_page(facts: Facts, responses: int) -> str:
     distributions = change_figures(numbers.values, content.first_chart[-1].title, content.samples)
     tokens = None
     if responses and len(numbers.responses):
-        tokens = token_data(facts.run_dir, facts.manifest, choose_responses(numbers.responses, responses))
+        tokens = read_token_view(facts.run_dir, facts.manifest, choose_responses(numbers.responses, responses))
     cards = [
         Card(
             "Did it learn?",

@@ -18,7 +18,7 @@ from ppo_repro.analysis.report.data.chosen_responses import choose_responses
 from ppo_repro.analysis.report.data.page_numbers import delta_counts, ratio_quantiles, read_page_numbers
 from ppo_repro.analysis.report.data.run_curves import recorded_rows, summary_tables
 from ppo_repro.analysis.report.data.run_facts import read_facts
-from ppo_repro.analysis.report.data.token_data import token_data
+from ppo_repro.analysis.report.data.token_view import read_token_view
 from ppo_repro.analysis.report.sections import curves
 from ppo_repro.analysis.report.sections.ratios_and_clipping import (
     extreme_ratios,
@@ -138,7 +138,7 @@ def test_a_scan_agrees_with_what_training_recorded(deterministic_run: Path) -> N
 def test_the_token_view_has_what_the_records_have(native_run: Path) -> None:
     facts = read_facts(native_run)
     chosen = choose_responses(read_page_numbers(facts, *summary_tables(facts)).responses, 12)
-    data = token_data(native_run, facts.manifest, chosen)
+    data = read_token_view(native_run, facts.manifest, chosen)
     assert len(data["responses"]) == 12
     keys = [column["key"] for column in data["columns"]]
     assert {"delta", "ratio_0", "ratio_1", "flag_0", "flag_1", "values", "advantages", "ref_kl"} <= set(keys)

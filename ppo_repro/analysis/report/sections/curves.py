@@ -12,6 +12,7 @@ from ppo_repro.analysis.html.charts import Line, Rule, axis_for, legend, line_ch
 from ppo_repro.analysis.html.markup import number
 from ppo_repro.analysis.html.page import Figure, Section
 from ppo_repro.analysis.report.data.metrics import Plotted, Range
+from ppo_repro.analysis.report.data.run_curves import Point
 from ppo_repro.analysis.report.data.run_facts import Facts
 from ppo_repro.analysis.significance import finite_of, one_sample, t_interval
 from ppo_repro.statistics.clusters import Floats
@@ -49,7 +50,7 @@ def over_seeds(runs: Sequence[pd.DataFrame], metrics: Sequence[Plotted], score: 
             estimate = one_sample(values)
             ends = (values.min(), values.max()) if len(values) < MANY_SEEDS else t_interval(estimate, 0.95)
             rows.append((iteration, metric, estimate.mean, *np.clip(ends, *ranges[str(metric)]), len(values)))
-    return pd.DataFrame(rows, columns=["iteration", "metric", "value", "low", "high", "seeds"])
+    return pd.DataFrame(rows, columns=[*Point._fields, "seeds"])
 
 
 def _rows(frame: pd.DataFrame, metric: str) -> pd.DataFrame:

@@ -7,6 +7,7 @@ import pandas as pd
 
 from ppo_repro.analysis.html.markup import sentence
 from ppo_repro.analysis.html.page import Card, Section, Statement, facts_html, folded_text, page
+from ppo_repro.analysis.report.data.metrics import DPO_STEPS
 from ppo_repro.analysis.report.data.run_curves import run_curves, summary_tables
 from ppo_repro.analysis.report.data.run_facts import Facts, repeating
 from ppo_repro.analysis.report.sections.curves import Curves, metric_by_step, metric_figures, run_chart
@@ -36,7 +37,7 @@ def dpo_page(facts: Facts) -> str:
     ]
     sections = [
         _learning(facts, curves, pairs),
-        Section("steps", "Steps", figures=[metric_by_step(metric, steps) for metric in facts.content.figures_by_step]),
+        Section("steps", "Steps", figures=[metric_by_step(metric, steps) for metric in DPO_STEPS]),
         numbers_section(
             {"Whole run": _whole_run(facts, steps, pairs)}, [folded_text("Configuration", facts.config_text)]
         ),

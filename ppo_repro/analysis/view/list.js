@@ -1,6 +1,6 @@
 // The list of responses: search, pages, columns, and the line about the runs.
 const LOOK_MS = 1500;
-const COLUMNS = [
+const LIST_COLUMNS = [
   // name, heading, class
   ["prompt", "Prompt", ""],
   ["response", "Response", ""],
@@ -16,7 +16,7 @@ const COLUMNS = [
 ];
 const listBody = document.querySelector("#list tbody");
 
-const columns = () => COLUMNS.filter(([name]) => name !== "correct" || someRunJudges());
+const columns = () => LIST_COLUMNS.filter(([name]) => name !== "correct" || someRunJudges());
 const grouped = (count) => count.toLocaleString("en");
 
 async function search() {

@@ -15,7 +15,7 @@ from ppo_repro.records import manifest
 PAGE = 50  # responses
 LARGEST_PAGE = 1000
 NUMBERS = ("score", "length", "mismatch", "clipped", "advantage", "iteration")
-COLUMNS = (
+RESPONSE_COLUMNS = (
     "run", "iteration", "sequence", "prompt_key", "sample_index", "prompt", "response", "answer", "score", "correct",
     "length", "finish", "mismatch", "advantage", "clipped",
 )  # fmt: skip
@@ -27,8 +27,8 @@ TEXTS = {
     "finish": "finish = ?",
 }
 CHOICES: dict[str, dict[str, Any]] = {"correct": {"yes": True, "no": False}, "order": {"asc": "asc", "desc": "desc"}}
-_NAMES = {*TEXTS, *CHOICES, *(f"{name}_{end}" for name in NUMBERS for end in ("min", "max"))}
-_NAMES |= {"run", "sort", "offset", "limit", "token"}
+_PARAMETERS = {*TEXTS, *CHOICES, *(f"{name}_{end}" for name in NUMBERS for end in ("min", "max"))}
+_PARAMETERS |= {"run", "sort", "offset", "limit", "token"}
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Query:
 
     where: str
     values: tuple[Any, ...]
-    sort: str  # one of COLUMNS
+    sort: str  # one of RESPONSE_COLUMNS
     order: str  # desc or asc, with the place of nulls
     offset: int
     limit: int
@@ -58,7 +58,7 @@ class Query:
 
     def everything(self) -> str:
         """Return SQL for all rows in order."""
-        return f"select {', '.join(COLUMNS)} from responses where {self.where} order by {self.ordered}"
+        return f"select {', '.join(RESPONSE_COLUMNS)} from responses where {self.where} order by {self.ordered}"
 
     @property
     def ordered(self) -> str:
@@ -69,8 +69,8 @@ class Query:
 def parsed(asked: Mapping[str, str], runs: int) -> Query:
     """Return the query of a request's parameters. Raises UserError for the first wrong parameter."""
     for name in asked:
-        if name not in _NAMES:
-            raise UserError(f"{name}: is no filter; there are {', '.join(sorted(_NAMES - {'token'}))}")
+        if name not in _PARAMETERS:
+            raise UserError(f"{name}: is no filter; there are {', '.join(sorted(_PARAMETERS - {'token'}))}")
     parameters = {name: value for name, value in asked.items() if value != ""}
     conditions: list[tuple[str, Any]] = [(sql, parameters[name]) for name, sql in TEXTS.items() if name in parameters]
     for name in NUMBERS:
@@ -83,8 +83,8 @@ def parsed(asked: Mapping[str, str], runs: int) -> Query:
     if run is not None:
         conditions.append(("responses.run = ?", run))  # the number, not the name
     sort = parameters.get("sort", "iteration")
-    if sort not in COLUMNS:
-        raise UserError(f"sort = {sort}: must be one of {', '.join(COLUMNS)}")
+    if sort not in RESPONSE_COLUMNS:
+        raise UserError(f"sort = {sort}: must be one of {', '.join(RESPONSE_COLUMNS)}")
     order = _choice(parameters, "order") if "order" in parameters else "desc"
     return Query(
         " and ".join(sql for sql, _ in conditions) or "true",

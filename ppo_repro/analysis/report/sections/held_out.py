@@ -17,14 +17,14 @@ HELD_OUT_PROMPTS = 6
 MOMENTS = 8
 PROMPTS_OF_TWO_RUNS = 12
 SHOWN_CHARACTERS = 400
-_EVALUATION = ["iteration", "prompt_key", "prompt", "response", "answer", "scores"]
+_EVALUATION_COLUMNS = ["iteration", "prompt_key", "prompt", "response", "answer", "scores"]
 
 
 def _evaluations(facts: Facts) -> pd.DataFrame | None:
     """Return the held-out responses of every evaluation; None if the run recorded none."""
     if "evaluations" not in manifest.table_names(facts.manifest):
         return None
-    return reader.read_evaluations(facts.run_dir, columns=_EVALUATION, recorded=facts.manifest)
+    return reader.read_evaluations(facts.run_dir, columns=_EVALUATION_COLUMNS, recorded=facts.manifest)
 
 
 def _is_at_the_end(facts: Facts, iteration: int) -> bool:

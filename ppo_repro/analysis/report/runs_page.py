@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
@@ -63,17 +62,13 @@ def _result_cards(runs: FolderRuns, lines: Sequence[Curves], forks: Sequence[str
     title = result.title.capitalize()
     drawn = [(line, result.key) for line in lines] if result in runs.content.results else []
     chart = curves.curve_chart(title, result.title, drawn) or main_chart(runs.listed[0].facts, lines)
-    equal = curves.equal_curves(drawn)
-    on_lines = [Statement("fact", text) for text in ([sentence(equal)] if equal else []) + [*forks]]
-    sizes = runs.finals.groupby("point").size()
-    spread_of_seeds = SPREAD if sizes.min() >= curves.MANY_SEEDS else "mean (smallest to largest seed)"
-    results = scrolled(table(_means(runs), spread_of_seeds if sizes.max() > 1 else "one run of each setting"))
+    hidden = curves.equal_curves(drawn)
+    about_chart = [Statement("fact", text) for text in (*([sentence(hidden)] if hidden else []), *forks)]
+    results = scrolled(table(_means(runs), _spread_in_words(runs.finals)))
     if not runs.is_grid:
-        return [Card(f"{title} of each setting", on_lines, [results], chart)]
+        return [Card(f"{title} of each setting", about_chart, [results], chart)]
     bounds = largest_possible(runs, result), largest_recorded(runs, result)
-    question, answer, *compared = answer_cards(runs.folder, runs.finals, result, chart, *bounds)
-    # the card of the answer has the chart
-    answer = replace(answer, statements=[*answer.statements, *on_lines])
+    question, answer, *compared = answer_cards(runs.folder, runs.finals, result, chart, *bounds, about_chart)
     return [question, answer, Card(f"{title} of each setting", blocks=[results]), *compared]
 
 
@@ -128,6 +123,14 @@ def _band(finals: pd.DataFrame) -> str:
     thin, band = "thin lines: each seed", "band: 95 % Student interval"
     few, many = bool((sizes < curves.MANY_SEEDS).any()), bool((sizes >= curves.MANY_SEEDS).any())
     return f"mean over the seeds of a setting; {', '.join([thin] * few + [band] * many)}"
+
+
+def _spread_in_words(finals: pd.DataFrame) -> str:
+    """Say what stands beside the means of `_means`."""
+    sizes = finals.groupby("point").size()
+    if sizes.max() == 1:
+        return "one run of each setting"
+    return SPREAD if sizes.min() >= curves.MANY_SEEDS else "mean (smallest to largest seed)"
 
 
 def _means(runs: FolderRuns) -> pd.DataFrame:

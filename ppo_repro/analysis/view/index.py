@@ -106,25 +106,27 @@ class Index:
                 run.is_gone = True
                 self._clear(run)
         known = {run.folder: run for run in self.present()}
-        self.others = 0
-        for folder in folders:
-            try:
-                head, label = manifest.load_head(folder), read_label(folder)
-                if not manifest.has_responses(head):
-                    self.others += 1
-                    continue
-                run = known.get(folder) or self._added(folder, head)
-                if _writers(head) != _writers(run.head) or head.num_iterations < run.read:
-                    run.setup, run.is_judged = _setup(folder, head)  # another run or process has the folder now
-                    self._clear(run)
-            except UserError:  # just being made, or damaged: `ppo-repro verify` says which
-                self.others += 1
-                continue
-            state = state_of(folder, head.status)
-            if (run.state, run.head.num_iterations, run.label) != (state, head.num_iterations, label):
-                self.version += 1
-            run.head, run.state, run.label = head, state, label
-            self._read(run)
+        seen = [self._updated(folder, known.get(folder)) for folder in folders]
+        self.others = seen.count(None)
+
+    def _updated(self, folder: Path, known: IndexedRun | None) -> IndexedRun | None:
+        """Return the run of a folder after reading what is new of it; None if it has no responses that can be read."""
+        try:
+            head, label = manifest.load_head(folder), read_label(folder)
+            if not manifest.has_responses(head):
+                return None
+            run = known or self._added(folder, head)
+            if _writers(head) != _writers(run.head) or head.num_iterations < run.read:
+                run.setup, run.is_judged = _setup(folder, head)  # another run or process has the folder now
+                self._clear(run)
+        except UserError:  # just being made, or damaged: `ppo-repro verify` says which
+            return None
+        state = state_of(folder, head.status)
+        if (run.state, run.head.num_iterations, run.label) != (state, head.num_iterations, label):
+            self.version += 1
+        run.head, run.state, run.label = head, state, label
+        self._read(run)
+        return run
 
     def present(self) -> list[IndexedRun]:
         """Return the runs that were not removed."""

@@ -37,7 +37,7 @@ def samples_section(facts: Facts) -> list[Section]:
     evaluated = _evaluations(facts)
     if evaluated is None:
         return []
-    cards = "".join(_held_out(rows, facts) for rows in _chosen(evaluated, HELD_OUT_PROMPTS))
+    cards = "".join(_responses_over_time(rows, facts) for rows in _chosen(evaluated, HELD_OUT_PROMPTS))
     note = (
         f"Held-out prompts whose score rose, fell or stayed, in turn; greedy responses at up to {MOMENTS} evaluations."
     )
@@ -55,7 +55,8 @@ def _chosen(evaluated: pd.DataFrame, count: int) -> list[pd.DataFrame]:
     return [groups[key] for key in ordered[:count]]
 
 
-def _held_out(rows: pd.DataFrame, facts: Facts) -> str:
+def _responses_over_time(rows: pd.DataFrame, facts: Facts) -> str:
+    """Return the responses of one run to one prompt as HTML."""
     shown = rows.iloc[evenly_spread(len(rows), MOMENTS)]
     moments = {
         "when": ["at the end" if _is_at_the_end(facts, i) else f"iteration {i}" for i in shown["iteration"].tolist()],

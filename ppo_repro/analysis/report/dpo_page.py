@@ -10,7 +10,7 @@ from ppo_repro.analysis.html.page import Card, Section, Statement, facts_html, f
 from ppo_repro.analysis.report.data.metrics import DPO_STEPS
 from ppo_repro.analysis.report.data.run_curves import run_curves, summary_tables
 from ppo_repro.analysis.report.data.run_facts import Facts, repeating
-from ppo_repro.analysis.report.sections.curves import Curves, metric_by_step, metric_figures, run_chart
+from ppo_repro.analysis.report.sections.curves import PageLine, metric_by_step, metric_figures, run_chart
 from ppo_repro.analysis.report.sections.histograms import distribution_figure
 from ppo_repro.analysis.report.sections.numbers_and_configuration import numbers_section
 from ppo_repro.records import reader
@@ -47,7 +47,7 @@ def dpo_page(facts: Facts) -> str:
 
 def _learning(facts: Facts, curves: pd.DataFrame, pairs: dict[str, pd.DataFrame]) -> Section:
     """Return the section Learning; if no margin is finite, a sentence replaces the figure of margins after training."""
-    figures = metric_figures(facts.content.learning, [Curves("this run", curves)])
+    figures = metric_figures(facts.content.learning, [PageLine("this run", curves)])
     margins = {group: rows["margins"].to_numpy(np.float64) for group, rows in pairs.items() if len(rows)}
     if not any(np.isfinite(values).any() for values in margins.values()):
         note = "No margin after training is finite, so there is no figure of them."

@@ -11,7 +11,7 @@ from ppo_repro.analysis.report.data.run_curves import first_and_last, summary_ta
 from ppo_repro.analysis.report.data.run_facts import Facts, repeating
 from ppo_repro.analysis.report.data.token_view import read_token_view
 from ppo_repro.analysis.report.sections import curves, verdicts
-from ppo_repro.analysis.report.sections.curves import Curves
+from ppo_repro.analysis.report.sections.curves import PageLine
 from ppo_repro.analysis.report.sections.held_out import samples_section
 from ppo_repro.analysis.report.sections.histograms import change_figures
 from ppo_repro.analysis.report.sections.numbers_and_configuration import numbers_section
@@ -32,7 +32,7 @@ def run_page(facts: Facts, responses: int) -> str:
     is_diagnosed = counts.agreement.unequal_old_rollout_logprobs and has_responses(facts.manifest)
     cause, by_bucket = cause_of(facts) if is_diagnosed else ([], [])
     learning, optimisation, beside_mismatch = (
-        curves.metric_figures(wanted, [Curves("this run", numbers.curves)], forked_at=facts.forked_at)
+        curves.metric_figures(wanted, [PageLine("this run", numbers.curves)], forked_at=facts.forked_at)
         for wanted in (content.learning, content.optimisation, content.beside_mismatch)
     )
     distributions = change_figures(numbers.values, content.first_chart[-1].title, content.samples)
@@ -68,7 +68,7 @@ def _tables(
     facts: Facts, iterations: pd.DataFrame, steps: pd.DataFrame, run_curves: pd.DataFrame
 ) -> dict[str, pd.DataFrame]:
     """Return the tables of key numbers by title."""
-    metrics = curves.informative(facts.content.metrics, [Curves("this run", run_curves)])
+    metrics = curves.informative(facts.content.metrics, [PageLine("this run", run_curves)])
     tables = {
         "Whole run": _whole_run(facts, iterations, steps),
         "First and last value": first_and_last(metrics, run_curves),

@@ -16,7 +16,7 @@ from ppo_repro.analysis.report.data.folder_runs import FolderRuns, largest_possi
 from ppo_repro.analysis.report.data.metrics import ANY
 from ppo_repro.analysis.report.data.run_curves import OneRun
 from ppo_repro.analysis.report.sections import curves
-from ppo_repro.analysis.report.sections.curves import Curves, curve_sections, main_chart
+from ppo_repro.analysis.report.sections.curves import PageLine, curve_sections, main_chart
 from ppo_repro.analysis.report.sections.grid_answer import answer_cards, spread
 from ppo_repro.analysis.report.sections.numbers_and_configuration import folded_terms
 from ppo_repro.config.files import DPO
@@ -56,13 +56,13 @@ def runs_page(folder: Path, linked_from: Path | None) -> str:
     return page(f"{folder.resolve().name}: {len(runs.listed)} runs", cards, sections)
 
 
-def _result_cards(runs: FolderRuns, lines: Sequence[Curves], forks: Sequence[str]) -> list[Card]:
+def _result_cards(runs: FolderRuns, lines: Sequence[PageLine], forks: Sequence[str]) -> list[Card]:
     """Return the cards with the results of each setting: a chart, a table and, for a grid, its question and answer."""
     result = runs.results[0]
     title = result.title.capitalize()
     drawn = [(line, result.key) for line in lines] if result in runs.content.results else []
     chart = curves.curve_chart(title, result.title, drawn) or main_chart(runs.listed[0].facts, lines)
-    hidden = curves.equal_curves(drawn)
+    hidden = curves.equal_lines(drawn)
     about_chart = [Statement("fact", text) for text in (*([sentence(hidden)] if hidden else []), *forks)]
     results = scrolled(table(_means(runs), _spread_in_words(runs.finals)))
     if not runs.is_grid:
@@ -101,12 +101,12 @@ def _left_out(runs: FolderRuns) -> list[Card]:
     return [Card("Which runs are left out?", verdicts)] if verdicts else []
 
 
-def _line(setting: Setting, group: Sequence[OneRun]) -> Curves:
+def _line(setting: Setting, group: Sequence[OneRun]) -> PageLine:
     config, content = group[0].facts.config, group[0].facts.content
     score = config.reward.score_range if isinstance(config, RunConfig) else ANY
     runs = tuple(_curves_after_fork(run) for run in group)
     seeds = runs if 1 < len(runs) < curves.MANY_SEEDS else ()
-    return Curves(setting.short, curves.over_seeds(runs, content.metrics, score), seeds, setting.whole)
+    return PageLine(setting.short, curves.over_seeds(runs, content.metrics, score), seeds, setting.whole)
 
 
 def _curves_after_fork(run: OneRun) -> pd.DataFrame:

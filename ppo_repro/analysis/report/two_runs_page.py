@@ -12,7 +12,7 @@ from ppo_repro.analysis.html.page import Card, Statement, folded_text, page, scr
 from ppo_repro.analysis.report.data.run_curves import OneRun, first_and_last, read_run
 from ppo_repro.analysis.report.data.run_facts import RUN_AGAIN, repeating
 from ppo_repro.analysis.report.sections import verdicts
-from ppo_repro.analysis.report.sections.curves import Curves, curve_sections, informative, main_chart
+from ppo_repro.analysis.report.sections.curves import PageLine, curve_sections, informative, main_chart
 from ppo_repro.analysis.report.sections.held_out import last_responses_section
 from ppo_repro.analysis.report.sections.numbers_and_configuration import numbers_section
 from ppo_repro.base.errors import UserError
@@ -52,13 +52,13 @@ def two_runs_page(a: Path, b: Path) -> str:
     return page(f"A: {facts['A'].name}, B: {facts['B'].name}", cards, sections)
 
 
-def _lines(runs: Mapping[str, OneRun]) -> list[Curves]:
+def _lines(runs: Mapping[str, OneRun]) -> list[PageLine]:
     """Return the curves of A and B; a line's name has the label of its run, or what the run differs in."""
     settings = settings_of([setup_of(run.facts.run_dir, run.facts.manifest) for run in runs.values()])
     lines = []
     for (name, run), setting in zip(runs.items(), settings, strict=True):
         label = read_label(run.facts.run_dir).name or setting.short
-        lines.append(Curves(f"{name}: {label}" if label else name, run.curves))
+        lines.append(PageLine(f"{name}: {label}" if label else name, run.curves))
     return lines
 
 
@@ -110,7 +110,7 @@ def _about(runs: Mapping[str, OneRun]) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["fact", "A", "B"])
 
 
-def _last_values(runs: Mapping[str, OneRun], lines: list[Curves]) -> pd.DataFrame:
+def _last_values(runs: Mapping[str, OneRun], lines: list[PageLine]) -> pd.DataFrame:
     """Return the columns quantity, A, B, unit: the last value of each metric."""
     metrics = informative(runs["A"].facts.content.metrics, lines)
     last = {

@@ -36,13 +36,8 @@ def runs_page(folder: Path, linked_from: Path | None) -> str:
     Raises UserError if no run is complete, or the runs are of several kinds.
     """
     runs = read_folder(folder)
-    result, settings = runs.results[0], runs.settings
-    # a setting with a lost result has no mean, and is after those with one
-    means = runs.finals.groupby("point", sort=False)[result.key].agg(lambda values: values.mean(skipna=False))
-    means = means.sort_values(ascending=False, kind="stable")
-    lines = [_line(s, group) for s, group in settings.items() if s.short in set(means.index[:MAX_LINES])]
-    fewer = f"The {MAX_LINES} of {len(settings)} settings with the highest {result.title}; the table has all."
-    forks = [FORKS] * any(run.facts.forked_at is not None for run in runs.listed)
+    lines = _lines(runs)
+    forks = [FORKS] if any(run.facts.forked_at is not None for run in runs.listed) else []
     cards = [
         *_result_cards(runs, lines, forks),
         Card("Are the runs on-policy?", _verdicts(runs.listed)),
@@ -50,7 +45,7 @@ def runs_page(folder: Path, linked_from: Path | None) -> str:
     ]
     sections = [
         _list_of_runs(runs, linked_from),
-        *curve_sections(runs.listed[0].facts, lines, [fewer] * (len(settings) > MAX_LINES) + forks, _band(runs.finals)),
+        *curve_sections(runs.listed[0].facts, lines, [*_fewer(runs), *forks], _band(runs.finals)),
         Section("terms", "Terms", blocks=[folded_terms()]),
     ]
     return page(f"{folder.resolve().name}: {len(runs.listed)} runs", cards, sections)
@@ -99,6 +94,22 @@ def _left_out(runs: FolderRuns) -> list[Card]:
         text = f"{copy.relative_to(folder)} has the fingerprint of {unique.relative_to(folder)}: they count as one run."
         verdicts.append(Statement("fact", text))
     return [Card("Which runs are left out?", verdicts)] if verdicts else []
+
+
+def _lines(runs: FolderRuns) -> list[PageLine]:
+    """Return the lines of the MAX_LINES settings with the highest mean of the first result."""
+    means = runs.finals.groupby("point", sort=False)[runs.results[0].key].agg(lambda values: values.mean(skipna=False))
+    # a setting with a lost result has no mean, and is after those with one
+    highest = set(means.sort_values(ascending=False, kind="stable").index[:MAX_LINES])
+    return [_line(setting, group) for setting, group in runs.settings.items() if setting.short in highest]
+
+
+def _fewer(runs: FolderRuns) -> list[str]:
+    """Return a sentence about the settings without a line; [] if each setting has one."""
+    count, title = len(runs.settings), runs.results[0].title
+    if count <= MAX_LINES:
+        return []
+    return [f"The {MAX_LINES} of {count} settings with the highest {title}; the table has all."]
 
 
 def _line(setting: Setting, group: Sequence[OneRun]) -> PageLine:

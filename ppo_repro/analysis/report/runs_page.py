@@ -26,6 +26,7 @@ from ppo_repro.records.label import read_label
 from ppo_repro.records.settings import Setting
 
 MAX_LINES = 8
+ONE_RUN_EACH = "one run of each setting"
 FORKS = "The line of a fork begins at the iteration at which it left its origin."
 
 
@@ -45,7 +46,7 @@ def runs_page(folder: Path, linked_from: Path | None) -> str:
     ]
     sections = [
         _list_of_runs(runs, linked_from),
-        *curve_sections(runs.listed[0].facts, lines, [*_fewer(runs), *forks], _band(runs.finals)),
+        *curve_sections(runs.listed[0].facts, lines, [*_fewer(runs), *forks], _band(runs.seeds)),
         Section("terms", "Terms", blocks=[folded_terms()]),
     ]
     return page(f"{folder.resolve().name}: {len(runs.listed)} runs", cards, sections)
@@ -59,7 +60,7 @@ def _result_cards(runs: FolderRuns, lines: Sequence[PageLine], forks: Sequence[s
     chart = curves.curve_chart(title, result.title, drawn) or main_chart(runs.listed[0].facts, lines)
     hidden = curves.equal_lines(drawn)
     about_chart = [Statement("fact", text) for text in (*([sentence(hidden)] if hidden else []), *forks)]
-    results = scrolled(table(_means(runs), _spread_in_words(runs.finals)))
+    results = scrolled(table(_means(runs), _spread_in_words(runs.seeds)))
     if not runs.is_grid:
         return [Card(f"{title} of each setting", about_chart, [results], chart)]
     bounds = largest_possible(runs, result), largest_recorded(runs, result)
@@ -98,10 +99,10 @@ def _left_out(runs: FolderRuns) -> list[Card]:
 
 def _lines(runs: FolderRuns) -> list[PageLine]:
     """Return the lines of the MAX_LINES settings with the highest mean of the first result."""
-    means = runs.finals.groupby("point", sort=False)[runs.results[0].key].agg(lambda values: values.mean(skipna=False))
     # a setting with a lost result has no mean, and is after those with one
+    means = pd.Series([runs.values_of(setting, runs.results[0]).mean(skipna=False) for setting in runs.settings])
     highest = set(means.sort_values(ascending=False, kind="stable").index[:MAX_LINES])
-    return [_line(setting, group) for setting, group in runs.settings.items() if setting.short in highest]
+    return [_line(setting, group) for k, (setting, group) in enumerate(runs.settings.items()) if k in highest]
 
 
 def _fewer(runs: FolderRuns) -> list[str]:
@@ -126,35 +127,31 @@ def _curves_after_fork(run: OneRun) -> pd.DataFrame:
     return run.curves if forked is None else run.curves[run.curves["iteration"] >= forked]
 
 
-def _band(finals: pd.DataFrame) -> str:
-    """Say what lines and bands of the charts are."""
-    sizes = finals.groupby("point").size()
-    if sizes.max() == 1:
-        return "one run of each setting"
-    thin, band = "thin lines: each seed", "band: 95 % Student interval"
-    few, many = bool((sizes < curves.MANY_SEEDS).any()), bool((sizes >= curves.MANY_SEEDS).any())
-    return f"mean over the seeds of a setting; {', '.join([thin] * few + [band] * many)}"
+def _band(seeds: Sequence[int]) -> str:
+    """Say what lines and bands of the charts are, from the number of seeds of each setting."""
+    if max(seeds) == 1:
+        return ONE_RUN_EACH
+    thin = ["thin lines: each seed"] if min(seeds) < curves.MANY_SEEDS else []
+    band = ["band: 95 % Student interval"] if max(seeds) >= curves.MANY_SEEDS else []
+    return f"mean over the seeds of a setting; {', '.join([*thin, *band])}"
 
 
-def _spread_in_words(finals: pd.DataFrame) -> str:
-    """Say what stands beside the means of `_means`."""
-    sizes = finals.groupby("point").size()
-    if sizes.max() == 1:
-        return "one run of each setting"
-    return SPREAD if sizes.min() >= curves.MANY_SEEDS else "mean (smallest to largest seed)"
+def _spread_in_words(seeds: Sequence[int]) -> str:
+    """Say what stands beside the means of `_means`, from the number of seeds of each setting."""
+    if max(seeds) == 1:
+        return ONE_RUN_EACH
+    return SPREAD if min(seeds) >= curves.MANY_SEEDS else "mean (smallest to largest seed)"
 
 
 def _means(runs: FolderRuns) -> pd.DataFrame:
     """Return one row per setting: setting, seeds if a setting has several, mean and spread of each result."""
-    finals, wholes = runs.finals, {setting.short: setting.whole for setting in runs.settings}
-    has_seeds = len(finals) > finals["point"].nunique()
     rows = [
         {
-            "setting": Html(element("span", escape(point), title=wholes[str(point)] or False)),
-            **({"seeds": len(group)} if has_seeds else {}),
-            **{result.title: spread(group[result.key]) for result in runs.results},
+            "setting": Html(element("span", escape(setting.short), title=setting.whole or False)),
+            **({"seeds": len(group)} if max(runs.seeds) > 1 else {}),
+            **{result.title: spread(runs.values_of(setting, result)) for result in runs.results},
         }
-        for point, group in finals.groupby("point", sort=False)
+        for setting, group in runs.settings.items()
     ]
     return pd.DataFrame(rows, dtype=object)
 

@@ -428,6 +428,9 @@ def test_two_runs_side_by_side(deterministic_run: Path, native_run: Path, tmp_pa
     assert f"B {change(first, last)} (score, held out)." in said
     assert legend_of(check(page)) == ["A: mode=deterministic", "B: mode=native"]
     assert legend_of(check(page_of_one)) == ["A", "B"]
+    facts = ["".join(n.itertext()) for table in check(page).iter("table") for n in next(table.iter("tbody")).iter("tr")]
+    assert any(row.startswith("fingerprint") for row in facts)
+    assert not any(row.startswith("run again") for row in facts), "its command is for one run"
     marks = {(n.tag, n.get("class")) for n in check(page).iter() if n.tag in ("del", "ins", "mark")}
     assert marks <= {("mark", "only-a"), ("mark", "only-b")}, "an orange deletion in a run whose lines are blue"
     assert "A: sampler and trainer agree on every bit" in said

@@ -51,6 +51,15 @@ class FolderRuns:
         return [run for group in self.settings.values() for run in group]
 
     @property
+    def seeds(self) -> list[int]:
+        """Return the number of runs of each setting."""
+        return [len(group) for group in self.settings.values()]
+
+    def values_of(self, setting: Setting, result: Quantity) -> pd.Series:
+        """Return a result of each run of a setting."""
+        return self.finals.loc[self.finals["point"] == setting.short, result.key]
+
+    @property
     def content(self) -> PageContent:
         """Return what the pages of these runs show."""
         return self.listed[0].facts.content

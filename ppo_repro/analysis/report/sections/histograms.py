@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +19,8 @@ MAX_VALUES = 12  # with at most this many different values, each value has a bar
 BINS = 24
 
 
-class Bars(NamedTuple):
+@dataclass(frozen=True)
+class Bars:
     """Bars of a distribution: the value or range of each in words, and the counts of each group."""
 
     edges: Floats  # [bars + 1], on the x axis

@@ -13,8 +13,8 @@ from ppo_repro.analysis import grid_outcomes
 from ppo_repro.analysis.figures import agreement_figure, mismatch_figure, new_axes
 from ppo_repro.analysis.pairs import run_pairs
 from ppo_repro.analysis.report import build
-from ppo_repro.analysis.report.pair_page import pair_page
 from ppo_repro.analysis.report.runs_page import runs_page
+from ppo_repro.analysis.report.two_runs_page import two_runs_page
 from ppo_repro.base.errors import UserError
 from ppo_repro.records import reader
 from ppo_repro.runs.summary import summarise
@@ -58,7 +58,7 @@ def test_the_summary_and_the_page_of_a_fork_count_its_own_iterations(forked: Pat
 
 def test_the_pages_of_two_runs_and_of_a_folder_count_a_forks_own_iterations(forked: Path) -> None:
     tokens = len(reader.read_tokens(forked, iterations=[1]))
-    assert f"A: sampler and trainer agree on every bit of {tokens:,} tokens." in pair_page(forked, forked)
+    assert f"A: sampler and trainer agree on every bit of {tokens:,} tokens." in two_runs_page(forked, forked)
     page = runs_page(forked.parent, None)
     assert f"Sampler and trainer agree on every bit in 1 of 2 runs ({tokens:,} tokens)." in page
 

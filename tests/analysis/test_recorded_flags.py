@@ -11,7 +11,7 @@ import torch
 from ppo_repro.analysis.html import page
 from ppo_repro.analysis.recorded_flags import DRAWN, RECORDED_FLAGS, flag_legend, recorded_clipped
 from ppo_repro.analysis.report import build
-from ppo_repro.analysis.report.data.token_data import view_data
+from ppo_repro.analysis.report.data.token_view import token_view
 from ppo_repro.ppo.objectives import ClipFlag, flag_names, removes_gradient
 from ppo_repro.records import reader
 from tests.support.html_page import check, embedded
@@ -24,7 +24,7 @@ STYLE = (page.HERE / "style.css").read_text()
 def test_the_analyses_have_the_flags_of_the_objectives() -> None:
     assert sorted(RECORDED_FLAGS) == sorted(NAMES)
     assert len({flag.words for flag in RECORDED_FLAGS.values()}) == len(NAMES), "each flag has its own words"
-    assert sorted(flag["name"] for flag in view_data([])["flags"]) == sorted(NAMES), (
+    assert sorted(flag["name"] for flag in token_view([])["flags"]) == sorted(NAMES), (
         "the legend of the token view has every flag"
     )
     assert set(DRAWN) == set(NAMES) - {"none", "unknown"}

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -28,6 +29,7 @@ from tests.support.cli import Cli, one_line, sets
 from tests.support.json_lines import write_lines
 from tests.support.paths import TINY
 from tests.support.runs import run_below
+from tests.support.synthetic_run import rewrite_cell
 
 Run = Callable[..., tuple[int, str]]
 
@@ -73,6 +75,17 @@ def test_a_dpo_run_is_shown_verified_rerun_and_reported(finished: Path, cli: Cli
     assert "own" in page
     by_step = {"Loss", "Margin", "Pairs in the right order", "Gradient norm"}
     assert {*by_step, "Margin of training pairs"} <= set(re.findall("<h3>(.*?)</h3>", page))
+
+
+def test_a_page_without_a_finite_margin_says_so(finished: Path, tmp_path: Path, cli: Cli) -> None:
+    run, pages = shutil.copytree(finished, tmp_path / "run"), []
+    for margins in (lambda values: values, lambda values: values * np.nan):
+        rewrite_cell(run, "margins", 2, "margins", margins)
+        cli.done("report", run)
+        pages.append((run / "report.html").read_text(encoding="utf-8"))
+    assert ["<h3>Margins after training</h3>" in page for page in pages] == [True, False]
+    finite = "No margin after training is finite, so there is no figure of them."
+    assert [finite in page for page in pages] == [False, True]
 
 
 @pytest.mark.parametrize(

@@ -203,14 +203,17 @@ def bar_chart(
 
 
 def _plot(x: Axis, y: Axis, names: Sequence[tuple[str, int, str]], rules: Sequence[Rule] = ()) -> Plot:
-    """Return a plot below a legend of named rules and, if there are several, of `names` (name, colour, explanation).
+    """Return a plot below a legend of named rules and, if there are several, of `names` (name, colour, explanation)."""
+    marks = [(name, f"fill{i % COLOURS}", tooltip) for name, i, tooltip in names] if len(names) > 1 else []
+    marks += [(rule.name, "rule", "") for rule in rules if rule.name]
+    return Plot(x, y, *(_legend(marks) if marks else ("", TOP)))
+
+
+def _legend(marks: Sequence[tuple[str, str, str]]) -> tuple[str, float]:
+    """Return a legend as SVG, and where the plot below it begins; a mark is name, class and explanation.
 
     Long names wrap.
     """
-    marks = [(name, f"fill{i % COLOURS}", tooltip) for name, i, tooltip in names] if len(names) > 1 else []
-    marks += [(rule.name, "rule", "") for rule in rules if rule.name]
-    if not marks:
-        return Plot(x, y, "", TOP)
     elements, left, top = [], 0.0, TOP + 4.0
     for name, mark, tooltip in marks:
         rows = textwrap.wrap(name, math.floor((WIDTH - 19) / CHARACTER)) or [""]
@@ -224,7 +227,7 @@ def _plot(x: Axis, y: Axis, names: Sequence[tuple[str, int, str]], rules: Sequen
         elements.append(element("g", "".join(entry)))
         top += (len(rows) - 1) * LEGEND_ROW
         left = left + width + 9 if len(rows) == 1 else WIDTH
-    return Plot(x, y, element("g", "".join(elements), class_="legend"), top + 12.0)
+    return element("g", "".join(elements), class_="legend"), top + 12.0
 
 
 def _frame(plot: Plot) -> str:

@@ -17,12 +17,12 @@ MAX_ROWS = 120
 # characters that HTML does not allow, and characters that reorder or hide the text around them
 _HIDDEN = {*range(0x20), *range(0x7F, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A), 0x200B, 0x200E, 0x200F}
 _HIDDEN |= {0x2028, 0x2029, 0x2060, 0xFEFF, 0xFFFE, 0xFFFF}
-_SHOWN = {code: f"⟨U+{code:04X}⟩" for code in sorted(_HIDDEN)} | {0x0A: "↵\n", 0x09: "⇥"}
+_VISIBLE_NAMES = {code: f"⟨U+{code:04X}⟩" for code in sorted(_HIDDEN)} | {0x0A: "↵\n", 0x09: "⇥"}
 
 
 def escape(text: object) -> str:
     """Return text that is safe in elements and quoted attributes; names replace invisible characters, as ⟨U+202E⟩."""
-    return html.escape(str(text).translate(_SHOWN), quote=True)
+    return html.escape(str(text).translate(_VISIBLE_NAMES), quote=True)
 
 
 def prose(text: str) -> str:

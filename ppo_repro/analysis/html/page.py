@@ -6,10 +6,10 @@ import base64
 import hashlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 from urllib.parse import quote
 
 import pandas as pd
@@ -128,7 +128,7 @@ def _section(section: Section) -> str:
     return element("section", inside, id=section.key, aria_labelledby=f"{section.key}-title")
 
 
-def embedded_json(value: dict[str, Any]) -> str:
+def embedded_json(value: Mapping[str, object]) -> str:
     """Return JSON that cannot end its script element: ASCII only, with `<` escaped. Raises ValueError on NaN."""
     text = json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
@@ -163,17 +163,19 @@ def document(
     return f"{BEGINNING}{head}</head>\n<body>{main}<script>{script}</script></body></html>\n"
 
 
-def page(title: str, cards: Sequence[Card], sections: Sequence[Section], data: dict[str, Any] | None = None) -> str:
+def page(
+    title: str, cards: Sequence[Card], sections: Sequence[Section], tokens: Mapping[str, object] | None = None
+) -> str:
     """Return the HTML document of a report.
 
-    `data` is the JSON from which token_view.js fills the section of tokens; None for a page without tokens.
+    `tokens` is the JSON from which token_view.js fills the section of tokens; None for a page without tokens.
     """
     links = [("summary", "Summary"), *((section.key, section.title) for section in sections)]
     nav = element("nav", "".join(element("a", escape(t), href=f"#{k}") for k, t in links), aria_label="Sections")
     answers = element("div", "".join(map(_card, cards)), class_="answers")
     body = element("section", answers, id="summary", aria_label="Summary") + "".join(map(_section, sections))
     scripts = [HERE / "charts.js"]
-    if data is not None:
-        body += f'<script type="application/json" id="token-data">{embedded_json(data)}</script>'
+    if tokens is not None:
+        body += f'<script type="application/json" id="token-data">{embedded_json(tokens)}</script>'
         scripts.append(HERE / "token_view.js")
     return document(title, body, [HERE / "style.css"], scripts, nav)

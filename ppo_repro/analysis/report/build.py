@@ -7,9 +7,9 @@ from pathlib import Path
 
 from ppo_repro.analysis.report.data.run_facts import read_facts
 from ppo_repro.analysis.report.dpo_page import dpo_page
-from ppo_repro.analysis.report.pair_page import pair_page
 from ppo_repro.analysis.report.run_page import run_page
 from ppo_repro.analysis.report.runs_page import runs_page
+from ppo_repro.analysis.report.two_runs_page import two_runs_page
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.files import MANIFEST, atomic_write, require_ours
 from ppo_repro.config.files import DPO
@@ -33,7 +33,7 @@ def write_report(targets: Sequence[Path], out: Path | None = None) -> tuple[Path
         for run_dir in targets:
             if manifest.load_head(run_dir).kind == DPO:
                 raise UserError(f"{run_dir}: is a DPO run; a page about two runs compares language or control runs")
-        text = pair_page(*targets)
+        text = two_runs_page(*targets)
     elif (targets[0] / MANIFEST).exists() or not targets[0].is_dir():
         text = page_of(targets[0])
     else:

@@ -4,92 +4,109 @@ from __future__ import annotations
 
 import pandas as pd
 
-from ppo_repro.analysis.html.markup import element, table
-from ppo_repro.analysis.html.page import Card, Section, facts_html, folded_table, folded_text, page, scrolled
+from ppo_repro.analysis.html.page import Card, Section, facts_html, folded_table, folded_text, page
 from ppo_repro.analysis.report.data.chosen_responses import choose_responses
 from ppo_repro.analysis.report.data.page_numbers import read_page_numbers
 from ppo_repro.analysis.report.data.run_curves import first_and_last, summary_tables
 from ppo_repro.analysis.report.data.run_facts import Facts, repeating
-from ppo_repro.analysis.report.data.token_data import token_data
+from ppo_repro.analysis.report.data.token_view import read_token_view
 from ppo_repro.analysis.report.sections import curves, verdicts
-from ppo_repro.analysis.report.sections.curves import Curves
+from ppo_repro.analysis.report.sections.curves import PageLine
 from ppo_repro.analysis.report.sections.held_out import samples_section
 from ppo_repro.analysis.report.sections.histograms import change_figures
+from ppo_repro.analysis.report.sections.numbers_and_configuration import numbers_section
 from ppo_repro.analysis.report.sections.ratios_and_clipping import clipping_section
 from ppo_repro.analysis.report.sections.sampler_and_trainer import cause_of, mismatch_section
-from ppo_repro.analysis.report.sections.terms import terms
 from ppo_repro.analysis.report.sections.tokens import token_section
 from ppo_repro.records.manifest import has_responses
-from ppo_repro.records.notes import by_phase, phases_of
+from ppo_repro.records.notes import Accuracy, by_phase, phases_of
 from ppo_repro.records.reader import own_rows
 
 
 def run_page(facts: Facts, responses: int) -> str:
     """Return the page of one run of PPO, which shows `responses` responses token by token."""
     iterations, steps = summary_tables(facts)
+    own_iterations, own_steps = (own_rows(rows, facts.manifest) for rows in (iterations, steps))
     numbers = read_page_numbers(facts, iterations, steps)
-    counts, computed, content = numbers.counts, own_rows(iterations, facts.manifest), facts.content
+    counts, content = numbers.counts, facts.content
     is_diagnosed = counts.agreement.unequal_old_rollout_logprobs and has_responses(facts.manifest)
     cause, by_bucket = cause_of(facts) if is_diagnosed else ([], [])
-    cards = (
+    learning, optimisation, beside_mismatch = (
+        curves.metric_figures(wanted, [PageLine("this run", numbers.curves)], forked_at=facts.forked_at)
+        for wanted in (content.learning, content.optimisation, content.beside_mismatch)
+    )
+    distributions = change_figures(numbers.values, content.first_chart[-1].title, content.samples)
+    tokens = None
+    if responses and len(numbers.responses):
+        tokens = read_token_view(facts.run_dir, facts.manifest, choose_responses(numbers.responses, responses))
+    cards = [
         Card(
             "Did it learn?",
             [*verdicts.origin(facts), *verdicts.learning(facts, iterations)],
             chart=curves.run_chart(facts, numbers.curves),
         ),
         Card("Is it on-policy?", [*verdicts.on_policy(facts, counts.agreement, counts.draws), *cause]),
-        Card("What went wrong?", verdicts.troubles(facts, computed, counts.nonfinite_ratios, counts.nonfinite_deltas)),
+        Card(
+            "What went wrong?",
+            verdicts.troubles(facts, own_iterations, counts.nonfinite_ratios, counts.nonfinite_deltas),
+        ),
         Card("How to repeat it", blocks=[facts_html(repeating(facts))]),
-    )
-    learning, optimisation, beside_mismatch = (
-        curves.metric_figures(wanted, [Curves("this run", numbers.curves)], forked_at=facts.forked_at)
-        for wanted in (content.learning, content.optimisation, content.beside_mismatch)
-    )
-    distributions = change_figures(numbers.values, content.first_chart[-1].title, content.samples)
+    ]
     sections = [
         Section("learning", "Learning", figures=[*learning, *distributions]),
         Section("optimisation", "Optimisation", figures=optimisation),
         mismatch_section(counts, by_bucket, beside_mismatch),
-        clipping_section(facts, computed, own_rows(steps, facts.manifest), numbers),
+        clipping_section(facts, own_iterations, own_steps, numbers),
         *samples_section(facts),
-        _numbers(facts, iterations, steps, numbers.curves),
+        numbers_section(_tables(facts, iterations, steps, numbers.curves), _folded(facts, iterations)),
+        *([] if tokens is None else [token_section(tokens, len(numbers.responses))]),
     ]
-    data = None
-    if responses and len(numbers.responses):
-        data = token_data(facts.run_dir, facts.manifest, choose_responses(numbers.responses, responses))
-        sections.append(token_section(data, len(numbers.responses)))
-    return page(facts.name, cards, sections, data)
+    return page(facts.name, cards, sections, tokens)
 
 
-def _numbers(facts: Facts, iterations: pd.DataFrame, steps: pd.DataFrame, run_curves: pd.DataFrame) -> Section:
-    """Return the section of key numbers, with folded times, configuration and terms."""
+def _tables(
+    facts: Facts, iterations: pd.DataFrame, steps: pd.DataFrame, run_curves: pd.DataFrame
+) -> dict[str, pd.DataFrame]:
+    """Return the tables of key numbers by title."""
+    metrics = curves.informative(facts.content.metrics, [PageLine("this run", run_curves)])
+    tables = {
+        "Whole run": _whole_run(facts, iterations, steps),
+        "First and last value": first_and_last(metrics, run_curves),
+    }
+    measured = facts.accuracy
+    if measured is not None:
+        title = f"Log-probs of {measured.tokens:,} tokens at the start, distance from float64"
+        tables[title] = _distances(measured)
+    return tables
+
+
+def _whole_run(facts: Facts, iterations: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
     own = own_rows(iterations, facts.manifest)
+    unequal = f"unequal old and rollout log-probs, {facts.content.token_unit}"
     rows = [
         ("iterations", f"{len(iterations):,} of {facts.config.iterations:,}"),
         *((total.title, int(iterations[total.key].sum())) for total in facts.content.totals),
         ("optimizer steps", len(steps)),
-        (
-            f"unequal old and rollout log-probs, {facts.content.token_unit}",
-            int(own["unequal_old_rollout_logprobs"].sum()),
-        ),
+        (unequal, int(own["unequal_old_rollout_logprobs"].sum())),
         ("largest |old - rollout|, nats", float(own["max_abs_old_rollout"].max(skipna=False))),
     ]
-    numbers = [("Whole run", pd.DataFrame(rows, columns=["quantity", "value"]))]
-    metrics = curves.informative(facts.content.metrics, [Curves("this run", run_curves)])
-    numbers.append(("First and last value", first_and_last(metrics, run_curves)))
-    measured = facts.accuracy
-    if measured is not None:
-        both = (("deterministic", measured.deterministic_rms, measured.deterministic_max),
-                (f"stock {measured.stock}", measured.stock_rms, measured.stock_max))  # fmt: skip
-        title = f"Log-probs of {measured.tokens:,} tokens at the start, distance from float64"
-        numbers.append((title, pd.DataFrame(both, columns=["numerics", "rms, nats", "largest, nats"])))
+    return pd.DataFrame(rows, columns=["quantity", "value"])
+
+
+def _distances(measured: Accuracy) -> pd.DataFrame:
+    rows = [
+        ("deterministic", measured.deterministic_rms, measured.deterministic_max),
+        (f"stock {measured.stock}", measured.stock_rms, measured.stock_max),
+    ]
+    return pd.DataFrame(rows, columns=["numerics", "rms, nats", "largest, nats"])
+
+
+def _folded(facts: Facts, iterations: pd.DataFrame) -> list[str]:
+    """Return times, configuration and the user's code as folded HTML."""
     spent = by_phase(facts.run_dir, facts.manifest, phases_of(iterations))
     seconds = pd.DataFrame([(phase, round(value, 1)) for phase, value in spent.items()], columns=["phase", "seconds"])
-    folded = (
+    return [
         folded_table("Where the time went", seconds),
         folded_text("Configuration", facts.config_text),
         *(folded_text(f"Code: {name}", text) for name, text in facts.code.items()),
-        folded_table("Terms in words", terms()),
-    )
-    side_by_side = element("div", "".join(scrolled(table(frame, name)) for name, frame in numbers), class_="tables")
-    return Section("numbers", "Numbers and configuration", blocks=[side_by_side, *folded])
+    ]

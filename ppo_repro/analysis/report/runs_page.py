@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
@@ -17,9 +16,9 @@ from ppo_repro.analysis.report.data.folder_runs import FolderRuns, largest_possi
 from ppo_repro.analysis.report.data.metrics import ANY
 from ppo_repro.analysis.report.data.run_curves import OneRun
 from ppo_repro.analysis.report.sections import curves
-from ppo_repro.analysis.report.sections.curves import Curves, curve_sections, main_chart
+from ppo_repro.analysis.report.sections.curves import PageLine, curve_sections, main_chart
 from ppo_repro.analysis.report.sections.grid_answer import answer_cards, spread
-from ppo_repro.analysis.report.sections.terms import terms
+from ppo_repro.analysis.report.sections.numbers_and_configuration import folded_terms
 from ppo_repro.config.files import DPO
 from ppo_repro.config.run import RunConfig
 from ppo_repro.records.grid import CELLS, read_grid_table
@@ -27,6 +26,7 @@ from ppo_repro.records.label import read_label
 from ppo_repro.records.settings import Setting
 
 MAX_LINES = 8
+ONE_RUN_EACH = "one run of each setting"
 FORKS = "The line of a fork begins at the iteration at which it left its origin."
 
 
@@ -37,13 +37,8 @@ def runs_page(folder: Path, linked_from: Path | None) -> str:
     Raises UserError if no run is complete, or the runs are of several kinds.
     """
     runs = read_folder(folder)
-    result, settings = runs.results[0], runs.settings
-    # a setting with a lost result has no mean, and is after those with one
-    means = runs.finals.groupby("point", sort=False)[result.key].agg(lambda values: values.mean(skipna=False))
-    means = means.sort_values(ascending=False, kind="stable")
-    lines = [_line(s, group) for s, group in settings.items() if s.short in set(means.index[:MAX_LINES])]
-    fewer = f"The {MAX_LINES} of {len(settings)} settings with the highest {result.title}; the table has all."
-    forks = [FORKS] * any(run.facts.forked_at is not None for run in runs.listed)
+    lines = _lines(runs)
+    forks = [FORKS] if any(run.facts.forked_at is not None for run in runs.listed) else []
     cards = [
         *_result_cards(runs, lines, forks),
         Card("Are the runs on-policy?", _verdicts(runs.listed)),
@@ -51,29 +46,25 @@ def runs_page(folder: Path, linked_from: Path | None) -> str:
     ]
     sections = [
         _list_of_runs(runs, linked_from),
-        *curve_sections(runs.listed[0].facts, lines, [fewer] * (len(settings) > MAX_LINES) + forks, _band(runs.finals)),
-        Section("terms", "Terms", blocks=[folded_table("Terms in words", terms())]),
+        *curve_sections(runs.listed[0].facts, lines, [*_fewer(runs), *forks], _band(runs.seeds)),
+        Section("terms", "Terms", blocks=[folded_terms()]),
     ]
     return page(f"{folder.resolve().name}: {len(runs.listed)} runs", cards, sections)
 
 
-def _result_cards(runs: FolderRuns, lines: Sequence[Curves], forks: Sequence[str]) -> list[Card]:
+def _result_cards(runs: FolderRuns, lines: Sequence[PageLine], forks: Sequence[str]) -> list[Card]:
     """Return the cards with the results of each setting: a chart, a table and, for a grid, its question and answer."""
     result = runs.results[0]
     title = result.title.capitalize()
     drawn = [(line, result.key) for line in lines] if result in runs.content.results else []
     chart = curves.curve_chart(title, result.title, drawn) or main_chart(runs.listed[0].facts, lines)
-    equal = curves.equal_curves(drawn)
-    on_lines = [Statement("fact", text) for text in ([sentence(equal)] if equal else []) + [*forks]]
-    sizes = runs.finals.groupby("point").size()
-    spread_of_seeds = SPREAD if sizes.min() >= curves.MANY_SEEDS else "mean (smallest to largest seed)"
-    results = scrolled(table(_means(runs), spread_of_seeds if sizes.max() > 1 else "one run of each setting"))
+    hidden = curves.equal_lines(drawn)
+    about_chart = [Statement("fact", text) for text in (*([sentence(hidden)] if hidden else []), *forks)]
+    results = scrolled(table(_means(runs), _spread_in_words(runs.seeds)))
     if not runs.is_grid:
-        return [Card(f"{title} of each setting", on_lines, [results], chart)]
+        return [Card(f"{title} of each setting", about_chart, [results], chart)]
     bounds = largest_possible(runs, result), largest_recorded(runs, result)
-    question, answer, *compared = answer_cards(runs.folder, runs.finals, result, chart, *bounds)
-    # the card of the answer has the chart
-    answer = replace(answer, statements=[*answer.statements, *on_lines])
+    question, answer, *compared = answer_cards(runs.folder, runs.finals, result, chart, *bounds, about_chart)
     return [question, answer, Card(f"{title} of each setting", blocks=[results]), *compared]
 
 
@@ -106,12 +97,28 @@ def _left_out(runs: FolderRuns) -> list[Card]:
     return [Card("Which runs are left out?", verdicts)] if verdicts else []
 
 
-def _line(setting: Setting, group: Sequence[OneRun]) -> Curves:
+def _lines(runs: FolderRuns) -> list[PageLine]:
+    """Return the lines of the MAX_LINES settings with the highest mean of the first result."""
+    # a setting with a lost result has no mean, and is after those with one
+    means = pd.Series([runs.values_of(setting, runs.results[0]).mean(skipna=False) for setting in runs.settings])
+    highest = set(means.sort_values(ascending=False, kind="stable").index[:MAX_LINES])
+    return [_line(setting, group) for k, (setting, group) in enumerate(runs.settings.items()) if k in highest]
+
+
+def _fewer(runs: FolderRuns) -> list[str]:
+    """Return a sentence about the settings without a line; [] if each setting has one."""
+    count, title = len(runs.settings), runs.results[0].title
+    if count <= MAX_LINES:
+        return []
+    return [f"The {MAX_LINES} of {count} settings with the highest {title}; the table has all."]
+
+
+def _line(setting: Setting, group: Sequence[OneRun]) -> PageLine:
     config, content = group[0].facts.config, group[0].facts.content
     score = config.reward.score_range if isinstance(config, RunConfig) else ANY
     runs = tuple(_curves_after_fork(run) for run in group)
     seeds = runs if 1 < len(runs) < curves.MANY_SEEDS else ()
-    return Curves(setting.short, curves.over_seeds(runs, content.metrics, score), seeds, setting.whole)
+    return PageLine(setting.short, curves.over_seeds(runs, content.metrics, score), seeds, setting.whole)
 
 
 def _curves_after_fork(run: OneRun) -> pd.DataFrame:
@@ -120,27 +127,31 @@ def _curves_after_fork(run: OneRun) -> pd.DataFrame:
     return run.curves if forked is None else run.curves[run.curves["iteration"] >= forked]
 
 
-def _band(finals: pd.DataFrame) -> str:
-    """Say what lines and bands of the charts are."""
-    sizes = finals.groupby("point").size()
-    if sizes.max() == 1:
-        return "one run of each setting"
-    thin, band = "thin lines: each seed", "band: 95 % Student interval"
-    few, many = bool((sizes < curves.MANY_SEEDS).any()), bool((sizes >= curves.MANY_SEEDS).any())
-    return f"mean over the seeds of a setting; {', '.join([thin] * few + [band] * many)}"
+def _band(seeds: Sequence[int]) -> str:
+    """Say what lines and bands of the charts are, from the number of seeds of each setting."""
+    if max(seeds) == 1:
+        return ONE_RUN_EACH
+    thin = ["thin lines: each seed"] if min(seeds) < curves.MANY_SEEDS else []
+    band = ["band: 95 % Student interval"] if max(seeds) >= curves.MANY_SEEDS else []
+    return f"mean over the seeds of a setting; {', '.join([*thin, *band])}"
+
+
+def _spread_in_words(seeds: Sequence[int]) -> str:
+    """Say what stands beside the means of `_means`, from the number of seeds of each setting."""
+    if max(seeds) == 1:
+        return ONE_RUN_EACH
+    return SPREAD if min(seeds) >= curves.MANY_SEEDS else "mean (smallest to largest seed)"
 
 
 def _means(runs: FolderRuns) -> pd.DataFrame:
     """Return one row per setting: setting, seeds if a setting has several, mean and spread of each result."""
-    finals, wholes = runs.finals, {setting.short: setting.whole for setting in runs.settings}
-    has_seeds = len(finals) > finals["point"].nunique()
     rows = [
         {
-            "setting": Html(element("span", escape(point), title=wholes[str(point)] or False)),
-            **({"seeds": len(group)} if has_seeds else {}),
-            **{result.title: spread(group[result.key]) for result in runs.results},
+            "setting": Html(element("span", escape(setting.short), title=setting.whole or False)),
+            **({"seeds": len(group)} if max(runs.seeds) > 1 else {}),
+            **{result.title: spread(runs.values_of(setting, result)) for result in runs.results},
         }
-        for point, group in finals.groupby("point", sort=False)
+        for setting, group in runs.settings.items()
     ]
     return pd.DataFrame(rows, dtype=object)
 

@@ -22,9 +22,11 @@ from ppo_repro.analysis.recorded_flags import flags_with
 from ppo_repro.records import manifest
 
 TIMEOUT_SECONDS = 10.0
-# one row per response; `mismatch` in nats, `advantage` the mean over the tokens, `clipped` in token updates
+# one row per response; `mismatch` in nats, `advantage` the mean over the tokens, `clipped` in token updates;
+# `correct` is null for a response that is neither right nor wrong
 RESPONSES = """select s.iteration, s.sequence, s.prompt_key, s.sample_index, s.prompt, s.response, s.answer,
-       s.scores as score, s.is_correct as correct, s.response_length as length, s.finish_reason as finish,
+       s.scores as score, case when {judged} and (s.is_correct or s.answer <> '') then s.is_correct end as correct,
+       s.response_length as length, s.finish_reason as finish,
        t.mismatch, t.advantage, coalesce(u.clipped, 0) as clipped
 from {sequences} as s
 left join (select iteration, sequence, avg(advantages) as advantage,
@@ -62,18 +64,19 @@ def pattern(path: Path) -> str:
     return re.sub(r"([*?\[])", r"[\1]", str(path))
 
 
-def responses_in(tables: Mapping[str, str]) -> str:
+def responses_in(tables: Mapping[str, str], is_judged: bool) -> str:
     """Return the SQL that reads the responses from the SQL of the tables sequences, tokens and updates."""
-    return RESPONSES.format(**tables, removed=", ".join(map(literal, flags_with("removed"))))
+    removed = ", ".join(map(literal, flags_with("removed")))
+    return RESPONSES.format(**tables, judged=str(is_judged).lower(), removed=removed)
 
 
-def responses_of(run_dir: Path, iterations: Sequence[int]) -> str:
-    """Return the SQL that reads the responses of the given iterations."""
+def responses_of(run_dir: Path, iterations: Sequence[int], is_judged: bool) -> str:
+    """Return the SQL that reads the responses of the given iterations; `is_judged` says if they are right or wrong."""
     tables = {
         name: source([pattern(manifest.table_path(run_dir, name, iteration)) for iteration in iterations])
         for name in ("sequences", "tokens", "updates")
     }
-    return responses_in(tables)
+    return responses_in(tables, is_judged)
 
 
 class Responses:
@@ -85,9 +88,10 @@ class Responses:
         self._database.execute(CREATE)
         self._cursors = set[Any]()  # each is a connection of its own: `interrupt` must reach all
 
-    def insert(self, run: int, run_dir: Path, iterations: Sequence[int]) -> None:
+    def insert(self, run: int, run_dir: Path, iterations: Sequence[int], is_judged: bool) -> None:
         """Add the responses of the given iterations of a run. Raises duckdb.Error if a file cannot be read."""
-        self._database.execute(f"insert into responses select ?, * from ({responses_of(run_dir, iterations)})", [run])
+        rows = responses_of(run_dir, iterations, is_judged)
+        self._database.execute(f"insert into responses select ?, * from ({rows})", [run])
 
     def remove(self, run: int) -> None:
         """Remove the responses of a run."""

@@ -106,25 +106,27 @@ class Index:
                 run.is_gone = True
                 self._clear(run)
         known = {run.folder: run for run in self.present()}
-        self.others = 0
-        for folder in folders:
-            try:
-                head, label = manifest.load_head(folder), read_label(folder)
-                if not manifest.has_responses(head):
-                    self.others += 1
-                    continue
-                run = known.get(folder) or self._added(folder, head)
-                if _writers(head) != _writers(run.head) or head.num_iterations < run.read:
-                    run.setup, run.is_judged = _setup(folder, head)  # another run or process has the folder now
-                    self._clear(run)
-            except UserError:  # just being made, or damaged: `ppo-repro verify` says which
-                self.others += 1
-                continue
-            state = state_of(folder, head.status)
-            if (run.state, run.head.num_iterations, run.label) != (state, head.num_iterations, label):
-                self.version += 1
-            run.head, run.state, run.label = head, state, label
-            self._read(run)
+        seen = [self._updated(folder, known.get(folder)) for folder in folders]
+        self.others = seen.count(None)
+
+    def _updated(self, folder: Path, known: IndexedRun | None) -> IndexedRun | None:
+        """Return the run of a folder after reading what is new of it; None if it has no responses that can be read."""
+        try:
+            head, label = manifest.load_head(folder), read_label(folder)
+            if not manifest.has_responses(head):
+                return None
+            run = known or self._added(folder, head)
+            if _writers(head) != _writers(run.head) or head.num_iterations < run.read:
+                run.setup, run.is_judged = _setup(folder, head)  # another run or process has the folder now
+                self._clear(run)
+        except UserError:  # just being made, or damaged: `ppo-repro verify` says which
+            return None
+        state = state_of(folder, head.status)
+        if (run.state, run.head.num_iterations, run.label) != (state, head.num_iterations, label):
+            self.version += 1
+        run.head, run.state, run.label = head, state, label
+        self._read(run)
+        return run
 
     def present(self) -> list[IndexedRun]:
         """Return the runs that were not removed."""
@@ -164,13 +166,13 @@ class Index:
         while run.read < run.head.num_iterations and not self._ended.is_set():
             batch = range(run.read, min(run.read + BATCH, run.head.num_iterations))
             try:
-                self.responses.insert(run.number, run.folder, batch)
+                self.responses.insert(run.number, run.folder, batch, run.is_judged)
             except duckdb.Error:
                 for iteration in batch:  # find the iterations that cannot be read
                     if self._ended.is_set():
                         return
                     try:
-                        self.responses.insert(run.number, run.folder, [iteration])
+                        self.responses.insert(run.number, run.folder, [iteration], run.is_judged)
                     except duckdb.Error as error:
                         line = f"{run.name}: iteration {iteration}: {str(error).splitlines()[0]}"
                         run.damaged = run.damaged | {iteration: line}  # the server's threads may read the old one

@@ -1,6 +1,6 @@
 // The list of responses: search, pages, columns, and the line about the runs.
 const LOOK_MS = 1500;
-const COLUMNS = [
+const LIST_COLUMNS = [
   // name, heading, class
   ["prompt", "Prompt", ""],
   ["response", "Response", ""],
@@ -16,7 +16,7 @@ const COLUMNS = [
 ];
 const listBody = document.querySelector("#list tbody");
 
-const columns = () => COLUMNS.filter(([name]) => name !== "correct" || isJudged());
+const columns = () => LIST_COLUMNS.filter(([name]) => name !== "correct" || someRunJudges());
 const grouped = (count) => count.toLocaleString("en");
 
 async function search() {
@@ -57,7 +57,7 @@ function summaryOf(found) {
   if (!found.total) return "No response matches.";
   const shown = grouped(found.offset + 1) + " to " + grouped(found.offset + found.rows.length);
   const allJudged = found.runs.every((number) => state.runs.get(number)?.judged);
-  const right = allJudged ? ", " + say(100 * found.correct, 3) + " % right" : "";
+  const right = allJudged && found.correct !== null ? ", " + say(100 * found.correct, 3) + " % right" : "";
   return shown + " of " + grouped(found.total) + " responses; mean score " + say(found.score, 4) + right;
 }
 
@@ -152,7 +152,7 @@ function lineAboutRuns({ runs, others, damaged }) {
 function fillChoices({ runs, finishes }) {
   const called = (run) => nameOf(run) + (nameOf(run) === run.folder ? "" : " (" + run.folder + ")");
   const choices = runs.map((run) => [run.number, visible(called(run))]);
-  at("judged").hidden = !isJudged();
+  at("judged").hidden = !someRunJudges();
   fill(form.elements.run, [["", "all"], ...choices], state.choices.run);
   fill(form.elements.finish, [["", "all"], ...finishes.map((name) => [name, name])], state.choices.finish);
 }

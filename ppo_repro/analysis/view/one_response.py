@@ -8,7 +8,8 @@ from typing import Any
 import duckdb
 import pandas as pd
 
-from ppo_repro.analysis.report.data import token_data
+from ppo_repro.analysis.report.data.chosen_responses import ChosenResponse
+from ppo_repro.analysis.report.data.token_view import TokenView, responses_by_token, token_view
 from ppo_repro.analysis.tokenization.recorded_tokenizer import PATHS, RecordedTokenizer, load_tokenizer
 from ppo_repro.analysis.view.database import Responses, pattern, source
 from ppo_repro.analysis.view.index import IndexedRun
@@ -16,12 +17,12 @@ from ppo_repro.base.errors import UserError
 from ppo_repro.records import manifest
 
 
-def tokens_of_response(responses: Responses, run: IndexedRun, row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the data of the token view for one row of the table.
+def tokens_of_response(responses: Responses, run: IndexedRun, row: Mapping[str, Any]) -> TokenView:
+    """Return the token view of one row of the table.
 
     Raises UserError if the run's files cannot be read.
     """
-    about = {"sequence": row["sequence"], "max_abs_delta": row["mismatch"], "clipped": row["clipped"], "why": []}
+    shown = ChosenResponse(row["iteration"], row["sequence"], row["mismatch"], row["clipped"], why=())
 
     def rows_of(name: str) -> pd.DataFrame:
         file = source([pattern(manifest.table_path(run.folder, name, row["iteration"]))])
@@ -32,7 +33,7 @@ def tokens_of_response(responses: Responses, run: IndexedRun, row: Mapping[str, 
 
     tables = rows_of("sequences"), rows_of("tokens"), rows_of("updates")
     where = f"{run.name}: iteration {row['iteration']}"
-    return token_data.view_data(token_data.responses_by_token(*tables, pd.DataFrame([about]), where))
+    return token_view(responses_by_token(*tables, [shown], where))
 
 
 def decoded_prompt(responses: Responses, run: IndexedRun, iteration: int, sequence: int) -> str | None:

@@ -15,7 +15,7 @@ from ppo_repro.records import manifest
 PAGE = 50  # responses
 LARGEST_PAGE = 1000
 NUMBERS = ("score", "length", "mismatch", "clipped", "advantage", "iteration")
-COLUMNS = (
+RESPONSE_COLUMNS = (
     "run", "iteration", "sequence", "prompt_key", "sample_index", "prompt", "response", "answer", "score", "correct",
     "length", "finish", "mismatch", "advantage", "clipped",
 )  # fmt: skip
@@ -27,8 +27,8 @@ TEXTS = {
     "finish": "finish = ?",
 }
 CHOICES: dict[str, dict[str, Any]] = {"correct": {"yes": True, "no": False}, "order": {"asc": "asc", "desc": "desc"}}
-_NAMES = {*TEXTS, *CHOICES, *(f"{name}_{end}" for name in NUMBERS for end in ("min", "max"))}
-_NAMES |= {"run", "sort", "offset", "limit", "token"}
+_PARAMETERS = {*TEXTS, *CHOICES, *(f"{name}_{end}" for name in NUMBERS for end in ("min", "max"))}
+_PARAMETERS |= {"run", "sort", "offset", "limit", "token"}
 
 
 @dataclass(frozen=True)
@@ -37,18 +37,18 @@ class Query:
 
     where: str
     values: tuple[Any, ...]
-    order: str
+    sort: str  # one of RESPONSE_COLUMNS
+    order: str  # desc or asc, with the place of nulls
     offset: int
     limit: int
     run: int | None
 
     def page(self) -> str:
         """Return SQL for the rowids of a page; each row also has count, mean score, right share and runs of all."""
-        sort, order = self.order.split(maxsplit=1)
-        ordered = f"order by sorted_by {order}, run, iteration, sequence"
+        ordered = f"order by sorted_by {self.order}, run, iteration, sequence"
         # sorts few columns; the other columns of the page are read by rowid
         return f"""with matched as materialized (
-                select rowid as id, run, iteration, sequence, score, correct, {sort} as sorted_by
+                select rowid as id, run, iteration, sequence, score, correct, {self.sort} as sorted_by
                 from responses where {self.where}),
             whole as (select count(*) as total, avg(score) as score, avg(correct::int) as correct,
                 coalesce(list(distinct run), []) as runs from matched),
@@ -58,17 +58,19 @@ class Query:
 
     def everything(self) -> str:
         """Return SQL for all rows in order."""
-        return (
-            f"select {', '.join(COLUMNS)} from responses where {self.where} order by {self.order}, "
-            "run, iteration, sequence"
-        )
+        return f"select {', '.join(RESPONSE_COLUMNS)} from responses where {self.where} order by {self.ordered}"
+
+    @property
+    def ordered(self) -> str:
+        """Return the SQL of the order of rows in the table `responses`, whose column `run` has the runs' numbers."""
+        return f"responses.{self.sort} {self.order}, responses.run, responses.iteration, responses.sequence"
 
 
 def parsed(asked: Mapping[str, str], runs: int) -> Query:
     """Return the query of a request's parameters. Raises UserError for the first wrong parameter."""
     for name in asked:
-        if name not in _NAMES:
-            raise UserError(f"{name}: is no filter; there are {', '.join(sorted(_NAMES - {'token'}))}")
+        if name not in _PARAMETERS:
+            raise UserError(f"{name}: is no filter; there are {', '.join(sorted(_PARAMETERS - {'token'}))}")
     parameters = {name: value for name, value in asked.items() if value != ""}
     conditions: list[tuple[str, Any]] = [(sql, parameters[name]) for name, sql in TEXTS.items() if name in parameters]
     for name in NUMBERS:
@@ -79,15 +81,16 @@ def parsed(asked: Mapping[str, str], runs: int) -> Query:
         conditions.append(("correct = ?", _choice(parameters, "correct")))
     run = _count(parameters, "run", 0, runs - 1) if "run" in parameters else None
     if run is not None:
-        conditions.append(("run = ?", run))
+        conditions.append(("responses.run = ?", run))  # the number, not the name
     sort = parameters.get("sort", "iteration")
-    if sort not in COLUMNS:
-        raise UserError(f"sort = {sort}: must be one of {', '.join(COLUMNS)}")
+    if sort not in RESPONSE_COLUMNS:
+        raise UserError(f"sort = {sort}: must be one of {', '.join(RESPONSE_COLUMNS)}")
     order = _choice(parameters, "order") if "order" in parameters else "desc"
     return Query(
         " and ".join(sql for sql, _ in conditions) or "true",
         tuple(value for _, value in conditions),
-        f"{sort} {order} nulls last",
+        sort,
+        f"{order} nulls last",
         _count(parameters, "offset", 0, 10**9) if "offset" in parameters else 0,
         _count(parameters, "limit", 1, LARGEST_PAGE) if "limit" in parameters else PAGE,
         run,
@@ -135,17 +138,16 @@ def snippet(query: Query, runs: Sequence[IndexedRun]) -> str:
         raise UserError("there is no run now, so there is nothing to find")
     parts = []
     for run in chosen:
-        table = responses_in({name: source(_files(run, name)) for name in ("sequences", "tokens", "updates")})
-        parts.append(f"select {literal(run.name)} as run, * from (\n{table}\n) where iteration < {run.read}")
-    values = list(query.values if query.run is None else query.values[:-1])  # the run is the last condition
-    where = query.where.replace("run = ?", "true")
+        files = {name: source(_files(run, name)) for name in ("sequences", "tokens", "updates")}
+        table = responses_in(files, run.is_judged)
+        names = f"{run.number} as run, {literal(run.name)} as name"
+        parts.append(f"select {names}, * from (\n{table}\n) where iteration < {run.read}")
     table = "\nunion all\n".join(parts)
-    sql = f"with responses as (\n{table}\n)\nselect * from responses\nwhere {where}\n"
-    sql += f"order by {query.order}, run, iteration, sequence"
+    found = "select name as run, * exclude (run, name) from responses"
+    sql = f"with responses as (\n{table}\n)\n{found}\nwhere {query.where}\norder by {query.ordered}"
     text = sql.replace("\\", "\\\\").replace('"""', '\\"\\"\\"')
-    return (
-        f'import duckdb\n\nfound = duckdb.execute(\n    """\n{text}\n""",\n    {values!r},\n).df()  # a pandas frame\n'
-    )
+    call = f'duckdb.execute(\n    """\n{text}\n""",\n    {list(query.values)!r},\n).df()'
+    return f"import duckdb\n\nfound = {call}  # a pandas frame\n"
 
 
 def _files(run: IndexedRun, table: str) -> list[str]:

@@ -26,7 +26,7 @@ from ppo_repro.analysis.html.token_area import token_area
 from ppo_repro.analysis.view.database import TIMEOUT_SECONDS, Slow
 from ppo_repro.analysis.view.index import Index
 from ppo_repro.analysis.view.one_response import decoded_prompt, tokens_of_response
-from ppo_repro.analysis.view.query import COLUMNS, parsed, response_key, snippet
+from ppo_repro.analysis.view.query import RESPONSE_COLUMNS, parsed, response_key, snippet
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.output import finite, one_line
 
@@ -44,7 +44,7 @@ HEADERS = {
 }
 SAMPLES = 64  # responses to one prompt, side by side
 LONGEST_DIFF = 100_000  # characters of both together
-ROW = ", ".join(COLUMNS)
+SELECTED = ", ".join(RESPONSE_COLUMNS)
 Asked = Mapping[str, str]  # the parameters of a request
 Answer = dict[str, Any]  # becomes JSON
 
@@ -93,7 +93,7 @@ def _responses(index: Index, asked: Asked) -> Answer:
     matches = index.responses.rows(query.page(), query.values)
     ids = [row["id"] for row in matches if row["id"] is not None]
     rows = index.responses.rows(
-        f"select rowid as id, {ROW} from responses where rowid in (select unnest(?::bigint[]))", [ids]
+        f"select rowid as id, {SELECTED} from responses where rowid in (select unnest(?::bigint[]))", [ids]
     )
     by_id = {row.pop("id"): row for row in rows}
     summary = {name: matches[0][name] for name in ("total", "score", "correct", "runs")}
@@ -102,7 +102,9 @@ def _responses(index: Index, asked: Asked) -> Answer:
 
 def _one(index: Index, asked: Asked) -> dict[str, Any]:
     values = response_key(asked, len(index.runs))
-    rows = index.responses.rows(f"select {ROW} from responses where run = ? and iteration = ? and sequence = ?", values)
+    rows = index.responses.rows(
+        f"select {SELECTED} from responses where run = ? and iteration = ? and sequence = ?", values
+    )
     if not rows:
         raise UserError(f"run {values[0]}: has no response {values[2]} in iteration {values[1]}")
     return rows[0]
@@ -111,7 +113,7 @@ def _one(index: Index, asked: Asked) -> dict[str, Any]:
 def _response(index: Index, asked: Asked) -> Answer:
     row = _one(index, asked)
     run, where = index.runs[row["run"]], "run = ? and iteration = ? and prompt_key = ?"
-    sql = f"select {ROW} from responses where {where} order by sample_index, sequence limit {SAMPLES}"
+    sql = f"select {SELECTED} from responses where {where} order by sample_index, sequence limit {SAMPLES}"
     samples = index.responses.rows(sql, [row["run"], row["iteration"], row["prompt_key"]])
     tokens = tokens_of_response(index.responses, run, row)  # checks the files that `decoded_prompt` reads
     prompt = decoded_prompt(index.responses, run, row["iteration"], row["sequence"])
@@ -168,7 +170,7 @@ def rows_as_csv(index: Index, query: str, values: Sequence[Any]) -> Generator[st
     """Yield all rows of a query as CSV (`csv_text`), in chunks, with the names of the runs."""
     with index.responses.cursor() as cursor:
         cursor.execute(query, list(values))
-        rows: list[Sequence[Any]] = [COLUMNS]
+        rows: list[Sequence[Any]] = [RESPONSE_COLUMNS]
         while rows:
             buffer = io.StringIO()
             csv.writer(buffer).writerows(map(cell, row) for row in rows)

@@ -53,14 +53,12 @@ const isSame = (a, b) => a && b && a.run === b.run && a.iteration === b.iteratio
 const nameOf = (run) => run.name || run.short || run.folder;
 const runName = (row) => (state.runs.has(row.run) ? nameOf(state.runs.get(row.run)) : String(row.run));
 
-// whether any run judges its responses right or wrong
-const isJudged = () => [...state.runs.values()].some((run) => run.judged);
+// whether any run judges its responses right or wrong; the responses of the others are unjudged
+const someRunJudges = () => [...state.runs.values()].some((run) => run.judged);
 
 function judgement(row) {
-  const run = state.runs.get(row.run);
-  if (run && !run.judged) return "unjudged";
-  if (row.correct) return "right";
-  return row.answer === "" ? "unjudged" : "wrong";
+  if (row.correct === null) return "unjudged";
+  return row.correct ? "right" : "wrong";
 }
 
 // `word` before other words; nothing for a response that is neither right nor wrong
@@ -68,17 +66,14 @@ const ifJudged = (row, word) => (judgement(row) === "unjudged" ? "" : word + ", 
 
 // puts a text into a node with every `needle` marked; `around`, if given, is how many characters before the first stay
 function putMarked(node, text, needle, around) {
-  const low = needle ? needle.toLowerCase() : "";
-  const from = low ? text.toLowerCase().indexOf(low) : -1;
+  // not by lower case: a text may become longer in it, as "İ" does
+  const pattern = needle ? new RegExp("(" + needle.replace(/[\^$\\.*+?()[\]{}|]/g, "\\$&") + ")", "iu") : null;
+  const from = pattern ? text.search(pattern) : -1;
   const start = around && from > around ? from - around : 0;
   const shown = (start ? "… " : "") + text.slice(start);
-  const parts = [];
-  let rest = around ? shown.slice(0, 8 * around).replace(/\n/g, "↵") : shown;
-  for (let i = low ? rest.toLowerCase().indexOf(low) : -1; i >= 0; i = rest.toLowerCase().indexOf(low)) {
-    parts.push(visible(rest.slice(0, i)), make("mark", visible(rest.slice(i, i + low.length))));
-    rest = rest.slice(i + low.length);
-  }
-  node.replaceChildren(...parts, visible(rest));
+  const whole = around ? shown.slice(0, 8 * around).replace(/\n/g, "↵") : shown;
+  const parts = pattern ? whole.split(pattern) : [whole]; // every second one is a needle
+  node.replaceChildren(...parts.map((part, i) => (i % 2 ? make("mark", visible(part)) : visible(part))));
   node.dir = "auto";
   return node;
 }

@@ -18,7 +18,7 @@ from ppo_repro.analysis.report.data.chosen_responses import choose_responses
 from ppo_repro.analysis.report.data.page_numbers import delta_counts, ratio_quantiles, read_page_numbers
 from ppo_repro.analysis.report.data.run_curves import recorded_rows, summary_tables
 from ppo_repro.analysis.report.data.run_facts import read_facts
-from ppo_repro.analysis.report.data.token_data import token_data
+from ppo_repro.analysis.report.data.token_view import read_token_view
 from ppo_repro.analysis.report.sections import curves
 from ppo_repro.analysis.report.sections.ratios_and_clipping import (
     extreme_ratios,
@@ -65,7 +65,10 @@ def test_intervals_over_seeds_by_hand() -> None:
 def test_a_setting_has_one_colour_on_every_panel_also_where_another_has_no_curve() -> None:
     both = pd.DataFrame({"iteration": [0, 1] * 2, "metric": ["score_mean"] * 2 + ["entropy"] * 2, "value": 0.5})
     both[["low", "high"]] = math.nan
-    drawn = [curves.Curves("first", both[both["metric"] == "score_mean"]), curves.Curves("second", both, (both, both))]
+    drawn = [
+        curves.PageLine("first", both[both["metric"] == "score_mean"]),
+        curves.PageLine("second", both, (both, both)),
+    ]
     wanted = [metric for metric in metrics.LEARNING if metric.key in ("score_mean", "entropy")]
     score, entropy = (figure.chart for figure in curves.metric_figures(wanted, drawn))
     assert 'class="line stroke0"' in score
@@ -86,7 +89,7 @@ def test_lines_that_hide_each_other_are_named_below_their_chart() -> None:
         {"iteration": [0, 1], "metric": ["score_mean"] * 2, "value": [0.5, 0.6], "low": 0.0, "high": 1.0}
     )
     other = both.assign(value=[0.5, 0.7])
-    drawn = [curves.Curves("a", both), curves.Curves("b", other), curves.Curves("c", both.copy())]
+    drawn = [curves.PageLine("a", both), curves.PageLine("b", other), curves.PageLine("c", both.copy())]
     wanted = [metric for metric in metrics.LEARNING if metric.key == "score_mean"]
     (figure,) = curves.metric_figures(wanted, drawn)
     assert figure.caption.endswith("the same line: `a` and `c`.")
@@ -103,7 +106,7 @@ def test_a_coefficient_has_a_figure_if_it_changes_over_a_run(deterministic_run: 
 
     def has_figure(*runs: list[float]) -> bool:
         tables = [iterations.assign(**{column: values}) for values in runs]
-        lines = [curves.Curves("", recorded_rows(t, steps, {}, metrics.OPTIMISATION)) for t in tables]
+        lines = [curves.PageLine("", recorded_rows(t, steps, {}, metrics.OPTIMISATION)) for t in tables]
         return title in {figure.title for figure in curves.metric_figures(metrics.OPTIMISATION, lines)}
 
     assert has_figure([0.2, 0.2, 0.4])
@@ -138,7 +141,7 @@ def test_a_scan_agrees_with_what_training_recorded(deterministic_run: Path) -> N
 def test_the_token_view_has_what_the_records_have(native_run: Path) -> None:
     facts = read_facts(native_run)
     chosen = choose_responses(read_page_numbers(facts, *summary_tables(facts)).responses, 12)
-    data = token_data(native_run, facts.manifest, chosen)
+    data = read_token_view(native_run, facts.manifest, chosen)
     assert len(data["responses"]) == 12
     keys = [column["key"] for column in data["columns"]]
     assert {"delta", "ratio_0", "ratio_1", "flag_0", "flag_1", "values", "advantages", "ref_kl"} <= set(keys)

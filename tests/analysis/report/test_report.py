@@ -24,11 +24,11 @@ from ppo_repro.analysis.report.data.metrics import Quantity
 from ppo_repro.analysis.report.data.page_numbers import read_page_numbers
 from ppo_repro.analysis.report.data.run_curves import summary_tables
 from ppo_repro.analysis.report.data.run_facts import Facts, read_facts
-from ppo_repro.analysis.report.pair_page import pair_page
 from ppo_repro.analysis.report.sections.grid_answer import answer_cards, main_effects
 from ppo_repro.analysis.report.sections.held_out import samples_section
 from ppo_repro.analysis.report.sections.sampler_and_trainer import cause_of
 from ppo_repro.analysis.report.sections.verdicts import learning, on_policy, troubles
+from ppo_repro.analysis.report.two_runs_page import two_runs_page
 from ppo_repro.base.errors import UserError
 from ppo_repro.config.files import load_config
 from ppo_repro.config.run import RunConfig
@@ -62,7 +62,7 @@ def seen(run_dir: Path) -> str:
 @cache
 def seen_beside(a: Path, b: Path) -> str:
     """The page of two runs that no test changes."""
-    return pair_page(a, b)
+    return two_runs_page(a, b)
 
 
 def text_of(page: str) -> str:
@@ -428,6 +428,9 @@ def test_two_runs_side_by_side(deterministic_run: Path, native_run: Path, tmp_pa
     assert f"B {change(first, last)} (score, held out)." in said
     assert legend_of(check(page)) == ["A: mode=deterministic", "B: mode=native"]
     assert legend_of(check(page_of_one)) == ["A", "B"]
+    facts = ["".join(n.itertext()) for table in check(page).iter("table") for n in next(table.iter("tbody")).iter("tr")]
+    assert any(row.startswith("fingerprint") for row in facts)
+    assert not any(row.startswith("run again") for row in facts), "its command is for one run"
     marks = {(n.tag, n.get("class")) for n in check(page).iter() if n.tag in ("del", "ins", "mark")}
     assert marks <= {("mark", "only-a"), ("mark", "only-b")}, "an orange deletion in a run whose lines are blue"
     assert "A: sampler and trainer agree on every bit" in said

@@ -34,7 +34,7 @@ from ppo_repro.records import manifest, reader
 from tests.analysis.report.hostile_run import make_hostile_run
 from tests.support.cli import Cli
 from tests.support.html_page import tree
-from tests.support.language import small_run
+from tests.support.language import small_run, tiny_run
 from tests.support.synthetic_run import cut_back
 from tests.support.view import served
 from tests.support.waiting import until
@@ -224,6 +224,35 @@ def test_the_tokenizer_of_a_run_is_loaded_once_until_its_file_changes(
         assert len(loads) == 2
 
 
+def test_the_runs_have_one_order_on_the_page_and_in_python(native_run: Path, tmp_path: Path) -> None:
+    for name in ("b", "a"):  # by number `b` is before `a`
+        shutil.copytree(native_run, tmp_path / name / "run")
+    with served(tmp_path / "b", tmp_path / "a") as server:
+        shutil.copytree(native_run, tmp_path / "a" / "first")
+        server.index.look()
+        names = {run["number"]: run["folder"] for run in api(server, "state")["runs"]}
+        assert list(names.values()) == ["run", "run", "first"], "the newest run has the last number"
+        for sort in ("iteration", "run"):
+            rows = api(server, "responses", sort=sort, order="asc", limit=1000)["rows"]
+            space: dict[str, Any] = {}
+            exec(api(server, "snippet", sort=sort, order="asc")["snippet"], space)
+            assert space["found"]["run"].tolist() == [names[row["run"]] for row in rows]
+
+
+def test_a_response_that_is_neither_right_nor_wrong_is_found_as_neither(native_run: Path, tmp_path: Path) -> None:
+    (tmp_path / "reward.py").write_text("def score(prompt, response, answer):\n    return 0.25\n")
+    term = f"{{kind: function, path: '{tmp_path}/reward.py:score'}}"
+    other = tiny_run(tmp_path / "other", f"reward.terms=[{term}]", "ppo.iterations=1")
+    judged = Path(shutil.copytree(native_run, tmp_path / "judged"))
+    with served(judged, other) as server:
+        assert [run["judged"] for run in api(server, "state")["runs"]] == [True, False]
+        for found in ({"run": 0}, {}):
+            right, wrong = (api(server, "responses", correct=word, limit=1000, **found) for word in ("yes", "no"))
+            assert {row["run"] for row in right["rows"] + wrong["rows"]} == {0}
+        unjudged = api(server, "responses", run=1)
+        assert {row["correct"] for row in unjudged["rows"]} == {unjudged["correct"]} == {None}
+
+
 def test_a_snippet_survives_any_path_and_text(hostile: Server) -> None:
     for text in ('"""\\', "'; drop", "\u202e", "\n\n"):
         space: dict[str, Any] = {}
@@ -241,7 +270,7 @@ def test_a_query_that_takes_too_long_is_ended(hostile: Server, monkeypatch: pyte
 def test_the_view_ends_at_once_while_it_reads_a_run(native_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reads = []
 
-    def endless(run_dir: Path, iterations: Sequence[int]) -> str:
+    def endless(run_dir: Path, iterations: Sequence[int], is_judged: bool) -> str:
         reads.append(iterations)
         numbers = "range(10000000) as a, range(10000000) as b where a.range * b.range < 0"
         return f"select r.* exclude (run) from responses as r, {numbers}"

@@ -92,6 +92,27 @@ def test_the_page_says_that_its_rows_may_be_old(
         until(lambda: text(browser, "#said") == "", "its end")
 
 
+def test_exactly_what_was_searched_for_is_marked(browser: Any, native_run: Path) -> None:
+    texts = [
+        ("İİ one Word, another WORD", "word", None),  # lower case makes it longer
+        ("1+1=2 or 1.1", "1+1", None),
+        ("a\n(b) [c] \\d", "(b) [c] \\", 40),
+        ("x" * 60 + "y", "y", 40),
+        ("nothing", "", None),
+    ]
+    script = "return putMarked(make('p'), ...arguments[0]).innerHTML"
+    with served(native_run) as server:
+        look(browser)
+        browser.get(server.address)
+        assert [browser.execute_script(script, text) for text in texts] == [
+            "İİ one <mark>Word</mark>, another <mark>WORD</mark>",
+            "<mark>1+1</mark>=2 or 1.1",
+            "a↵<mark>(b) [c] \\</mark>d",
+            "… " + "x" * 40 + "<mark>y</mark>",
+            "nothing",
+        ]
+
+
 # controls that are below their labels instead of beside them
 BELOW = """
   const box = (node) => node.getBoundingClientRect();

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,11 +18,20 @@ REASONS = {
 }  # fmt: skip
 
 
-def choose_responses(summary: pd.DataFrame, count: int) -> pd.DataFrame:
-    """Choose up to `count` responses, and add `why`: the keys of REASONS that chose each response.
+class ChosenResponse(NamedTuple):
+    """A response that a page shows token by token."""
 
-    The reasons take turns. Each reason chooses its next best response until `count` or MAX_TOKENS is reached. `summary`
-    has the rows of `PageNumbers.responses`. The returned rows are in the order of `summary`.
+    iteration: int
+    sequence: int
+    max_abs_delta: float  # nats
+    clipped: int  # token updates
+    why: tuple[str, ...]  # keys of REASONS
+
+
+def choose_responses(summary: pd.DataFrame, count: int) -> list[ChosenResponse]:
+    """Choose up to `count` responses of `summary`, which has a row per `ResponseSummary`; its order stays.
+
+    The reasons take turns. Each reason chooses its next best response until `count` or MAX_TOKENS is reached.
     """
     rows = summary.reset_index(drop=True)
     latest = rows.sort_values(["iteration", "sequence"], ascending=[False, True], kind="stable")
@@ -45,9 +55,11 @@ def choose_responses(summary: pd.DataFrame, count: int) -> pd.DataFrame:
             continue
         used += size
         reasons.setdefault(index, []).append(reason)
-    selected = rows.iloc[sorted(reasons)].copy()
-    selected["why"] = pd.Series([reasons[index] for index in sorted(reasons)], index=selected.index, dtype=object)
-    return selected
+    chosen = rows.iloc[sorted(reasons)].to_dict("records")
+    return [
+        ChosenResponse(row["iteration"], row["sequence"], row["max_abs_delta"], row["clipped"], tuple(reasons[index]))
+        for index, row in zip(sorted(reasons), chosen, strict=True)
+    ]
 
 
 def _in_turn(ranked: dict[str, npt.NDArray[np.int64]]) -> Iterator[tuple[int, str]]:

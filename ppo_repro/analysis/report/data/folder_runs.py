@@ -51,6 +51,15 @@ class FolderRuns:
         return [run for group in self.settings.values() for run in group]
 
     @property
+    def seeds(self) -> list[int]:
+        """Return the number of runs of each setting."""
+        return [len(group) for group in self.settings.values()]
+
+    def values_of(self, setting: Setting, result: Quantity) -> pd.Series:
+        """Return a result of each run of a setting."""
+        return self.finals.loc[self.finals["point"] == setting.short, result.key]
+
+    @property
     def content(self) -> PageContent:
         """Return what the pages of these runs show."""
         return self.listed[0].facts.content
@@ -67,8 +76,8 @@ def read_folder(folder: Path) -> FolderRuns:
         raise UserError(f"{folder}: has {' and '.join(sorted(kinds))} runs; give a folder with runs of one kind")
     unique, copies = (complete, []) if (folder / GRID).exists() else _without_copies(complete)
     settings = _settings(folder, [read_run(run_dir) for run_dir in unique])
-    results, finals = _finals(settings)
-    return FolderRuns(folder, states, copies, settings, results, finals)
+    results = _results([run for group in settings.values() for run in group])
+    return FolderRuns(folder, states, copies, settings, list(results), _finals(settings, results))
 
 
 def _runs_below(folder: Path) -> list[Path]:
@@ -91,20 +100,28 @@ def _without_copies(complete: Sequence[Path]) -> tuple[list[Path], list[tuple[Pa
 
 
 def _settings(folder: Path, runs: Sequence[OneRun]) -> dict[Setting, list[OneRun]]:
-    """Return the runs of each setting, named by the labels of the grid's axes, or by the differences of setups."""
-    labels, paths = _labels(folder), [str(run.facts.run_dir.relative_to(folder)) for run in runs]
-    if all(path in labels for path in paths):
-        order = {label: k for k, label in enumerate(labels.values())}
-        pairs = sorted(zip(paths, runs, strict=True), key=lambda pair: order[labels[pair[0]]])
-        named = [(Setting(labels[path], ""), run) for path, run in pairs]
-    else:
-        found = settings_of([setup_of(run.facts.run_dir, run.facts.manifest) for run in runs])
-        named = list(zip(found, runs, strict=True))
+    """Return the runs of each setting, named by `_renamed` unless two settings then have one name."""
     settings: dict[Setting, list[OneRun]] = {}
-    for setting, run in named:
+    for setting, run in _by_axes(folder, runs) or _by_differences(runs):
         settings.setdefault(setting, []).append(run)
     renamed = {_renamed(setting, group): group for setting, group in settings.items()}
     return renamed if len({setting.short for setting in renamed}) == len(settings) else settings
+
+
+def _by_axes(folder: Path, runs: Sequence[OneRun]) -> list[tuple[Setting, OneRun]]:
+    """Return each run with its labels of the grid's axes as setting, in the grid's order; [] if a run has no labels."""
+    labels, paths = _labels(folder), [str(run.facts.run_dir.relative_to(folder)) for run in runs]
+    if not all(path in labels for path in paths):
+        return []
+    order = {label: k for k, label in enumerate(labels.values())}
+    pairs = sorted(zip(paths, runs, strict=True), key=lambda pair: order[labels[pair[0]]])
+    return [(Setting(labels[path], ""), run) for path, run in pairs]
+
+
+def _by_differences(runs: Sequence[OneRun]) -> list[tuple[Setting, OneRun]]:
+    """Return each run with its values of the fields in which the setups of the runs differ."""
+    settings = settings_of([setup_of(run.facts.run_dir, run.facts.manifest) for run in runs])
+    return list(zip(settings, runs, strict=True))
 
 
 def _labels(folder: Path) -> dict[str, str]:
@@ -124,26 +141,27 @@ def _renamed(setting: Setting, group: Sequence[OneRun]) -> Setting:
     return Setting(name or setting.short or group[0].facts.config.experiment, setting.whole)
 
 
-def _finals(settings: Mapping[Setting, Sequence[OneRun]]) -> tuple[list[Quantity], pd.DataFrame]:
-    """Return the final results that all runs have, or else the last mean score or return, and the frame `finals`."""
-    runs = [run for group in settings.values() for run in group]
-    points = [setting.short for setting, group in settings.items() for _ in group]
+def _results(runs: Sequence[OneRun]) -> dict[Quantity, list[float]]:
+    """Return the values of the final results that all runs have, or else of the last mean score or return."""
     content, judged = runs[0].facts.content, all(run.facts.is_judged for run in runs)
-    results = [
+    shared = [
         result
         for result in content.results
         if all(result.key in run.facts.manifest.final for run in runs)
         and (judged or result.key not in content.accuracies)
     ]
-    values = {result.key: [float(run.facts.manifest.final[result.key]) for run in runs] for result in results}
-    if not results:
-        results, column = [content.last_value], content.last_value.key
-        values = {column: [float(run.iterations[column].iloc[-1]) for run in runs]}
+    if not shared:
+        return {content.last_value: [float(run.iterations[content.last_value.key].iloc[-1]) for run in runs]}
+    values = {result: [float(run.facts.manifest.final[result.key]) for run in runs] for result in shared}
     # scores that are 1 for right answers and 0 for others are accuracies
-    first = values[results[0].key]
-    results = [result for result in results if result == results[0] or values[result.key] != first]
-    columns = {result.key: values[result.key] for result in results}
-    return results, pd.DataFrame({"point": points, "seed": [run.facts.config.seed for run in runs], **columns})
+    return {result: of for result, of in values.items() if result == shared[0] or of != values[shared[0]]}
+
+
+def _finals(settings: Mapping[Setting, Sequence[OneRun]], results: Mapping[Quantity, Sequence[float]]) -> pd.DataFrame:
+    """Return the frame `finals` of FolderRuns."""
+    runs = [(setting.short, run.facts.config.seed) for setting, group in settings.items() for run in group]
+    named = {result.key: values for result, values in results.items()}
+    return pd.DataFrame(runs, columns=["point", "seed"]).assign(**named)
 
 
 def largest_possible(runs: FolderRuns, result: Quantity) -> float:

@@ -48,7 +48,6 @@ class PageContent:
     learning: tuple[Plotted, ...]  # figures of the section Learning
     optimisation: tuple[Plotted, ...]  # figures of the section Optimisation
     beside_mismatch: tuple[Plotted, ...] = ()  # figures of the section Sampler and trainer, on the page of one run
-    figures_by_step: tuple[Plotted, ...] = ()  # in place of `optimisation` on the page of one run, if there are any
     first_chart: tuple[Quantity, ...]  # all on the page of one run; on other pages the first one that was recorded
     results: tuple[Quantity, ...]  # final results; the first one that all runs have compares settings
     last_value: Quantity  # column of `iterations`; its last value compares settings if the runs share no result
@@ -92,7 +91,7 @@ _LOSSES = (
 )
 _LEARNING_RATE = Plotted("learning_rate", "steps", "Learning rate", "per step", possible=POSITIVE, is_setting=True,
     caption="Learning rate of the policy")
-DRAWS = Plotted("excess", "samples", "Draws", "nats", band=_ERROR,
+_EXCESS_OF_DRAWS = Plotted("excess", "samples", "Draws", "nats", band=_ERROR,
     caption="Mean of log p(token) + entropy: 0 for tokens drawn from p, above 0 if likely tokens are preferred")
 # a metric that a run does not have is left out
 LEARNING = (
@@ -162,7 +161,7 @@ DPO_OPTIMISATION = (
     Plotted("grad_norm", "steps", "Gradient norm", "norm", band=_STEPS, possible=POSITIVE,
         caption="Global norm before clipping"),
 )
-DPO_STEPS = (
+DPO_STEPS = (  # by step, on the page of one DPO run in place of `optimisation`
     Plotted("loss", "steps", "Loss", "nats", possible=POSITIVE,
         caption="DPO loss before each step, mean over the pairs of a minibatch; log 2 = 0.693 at first"),
     Plotted("margin", "steps", "Margin", "reward",
@@ -188,7 +187,7 @@ CONTENT = {
         ),
         last_value=Quantity("score_mean", "last score"),
         totals=(Quantity("sequences", "responses"), Quantity("tokens", "response tokens")),
-        beside_mismatch=(DRAWS,),
+        beside_mismatch=(_EXCESS_OF_DRAWS,),
     ),
     "control": PageContent(
         learning=CONTROL_LEARNING,
@@ -213,6 +212,5 @@ CONTENT = {
         samples="pairs",
         results=(Quantity("eval_accuracy", "held-out accuracy"),),
         last_value=Quantity("eval_pair_accuracy", "held-out pairs in order"),
-        figures_by_step=DPO_STEPS,
     ),
 }

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from functools import reduce
 from operator import add
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -52,6 +52,30 @@ class Counts:
         return Counts(**sums)
 
 
+class StepRatios(NamedTuple):
+    """The smallest and largest finite ratio of an optimizer step, and QUANTILES between them."""
+
+    iteration: int
+    epoch: int
+    minibatch: int
+    smallest: float
+    low: float
+    median: float
+    high: float
+    largest: float
+
+
+class ResponseSummary(NamedTuple):
+    """What decides whether a page shows a response token by token."""
+
+    iteration: int
+    sequence: int
+    tokens: int
+    score: float
+    max_abs_delta: float  # nats
+    clipped: int  # token updates
+
+
 @dataclass(frozen=True)
 class _Iteration:
     """Numbers of one iteration; `responses` is empty for a control run."""
@@ -59,9 +83,9 @@ class _Iteration:
     points: list[Point]  # metrics of its samples
     values: Floats  # scores, or returns of the episodes that ended
     counts: Counts
-    ratios: pd.DataFrame  # of `ratio_quantiles`
+    ratios: pd.DataFrame  # a row per StepRatios
     flags: dict[str, int]  # iteration, token_updates and DRAWN: counts
-    responses: pd.DataFrame  # of `_response_summary`
+    responses: pd.DataFrame  # a row per ResponseSummary
 
 
 @dataclass(frozen=True)
@@ -73,10 +97,10 @@ class PageNumbers:
 
     curves: pd.DataFrame  # a frame of curves
     values: dict[int, Floats]  # by iteration
-    responses: pd.DataFrame
+    responses: pd.DataFrame  # a row per ResponseSummary
     counts: Counts
-    ratios: pd.DataFrame
-    flags: pd.DataFrame
+    ratios: pd.DataFrame  # a row per StepRatios
+    flags: pd.DataFrame  # by iteration: iteration, token_updates and DRAWN
 
 
 def delta_counts(delta: Floats) -> npt.NDArray[np.int64]:
@@ -90,11 +114,11 @@ def delta_counts(delta: Floats) -> npt.NDArray[np.int64]:
 
 
 def ratio_quantiles(iteration: int, updates: pd.DataFrame) -> pd.DataFrame:
-    """Return iteration, epoch, minibatch and QUANTILES of the finite ratios of each step."""
+    """Return a row per StepRatios for the steps of an iteration that have a finite ratio."""
     finite = updates[np.isfinite(updates["ratios"].to_numpy(np.float64))].astype({"ratios": "float64"})
     table = finite.groupby(["epoch", "minibatch"])["ratios"].quantile(list(QUANTILES.values())).unstack()
     named = table.reindex(columns=list(QUANTILES.values())).set_axis(list(QUANTILES), axis="columns")
-    return named.reset_index().assign(iteration=iteration)
+    return named.reset_index().assign(iteration=iteration)[[*StepRatios._fields]]
 
 
 def read_page_numbers(facts: Facts, iterations: pd.DataFrame, steps: pd.DataFrame) -> PageNumbers:
@@ -121,7 +145,7 @@ def _scan_iteration(facts: Facts, number: int) -> _Iteration:
         responses = _response_summary(number, sequences, tokens, updates)
     else:
         tokens = reader.read_tokens(run_dir, iterations=one, columns=agreement.TOKENS, recorded=recorded)
-        draws, values, responses = NONE, returns_of(facts, number), pd.DataFrame()
+        draws, values, responses = NONE, returns_of(facts, number), pd.DataFrame(columns=ResponseSummary._fields)
         points = return_points(number, values)
     ratios, flags = ratio_quantiles(number, updates), _flag_counts(number, updates["clip_flag"])
     return _Iteration(points, values, _counts(tokens, updates, draws), ratios, flags, responses)
@@ -150,16 +174,12 @@ def _flag_counts(iteration: int, flag: pd.Series) -> dict[str, int]:
 def _response_summary(
     iteration: int, sequences: pd.DataFrame, tokens: pd.DataFrame, updates: pd.DataFrame
 ) -> pd.DataFrame:
-    """Return one row per response: iteration, sequence, tokens, score, max_abs_delta (nats), clipped (updates)."""
+    """Return a row per ResponseSummary."""
     delta = np.abs(deltas(tokens))
     largest = np.zeros(len(sequences))
     # NaN would win every comparison; the page counts differences that are not finite elsewhere
     np.maximum.at(largest, tokens["sequence"].to_numpy(np.int64), np.where(np.isfinite(delta), delta, 0.0))
     clipped = recorded_clipped(updates["clip_flag"])
-    return pd.DataFrame(
-        {
-            "iteration": iteration, "sequence": sequences["sequence"],
-            "tokens": sequences["response_length"], "score": sequences["scores"], "max_abs_delta": largest,
-            "clipped": np.bincount(updates["sequence"].to_numpy(np.int64)[clipped], minlength=len(sequences)),
-        }
-    )  # fmt: skip
+    by_response = np.bincount(updates["sequence"].to_numpy(np.int64)[clipped], minlength=len(sequences))
+    named = sequences.rename(columns={"response_length": "tokens", "scores": "score"})
+    return named.assign(iteration=iteration, max_abs_delta=largest, clipped=by_response)[[*ResponseSummary._fields]]

@@ -22,8 +22,8 @@ from ppo_repro.statistics import clusters
 from ppo_repro.statistics.clusters import Floats, Ratio
 from ppo_repro.statistics.draws import Draws
 
-SEQUENCES = ["iteration", "sequence", "response_length", "scores", "is_correct"]
-TOKENS = [*agreement.TOKENS, "entropies", "ref_kl", "cumulative_probs"]
+_SEQUENCE_COLUMNS = ["iteration", "sequence", "response_length", "scores", "is_correct"]
+_TOKEN_COLUMNS = [*agreement.TOKENS, "entropies", "ref_kl", "cumulative_probs"]
 
 
 class Point(NamedTuple):
@@ -93,8 +93,8 @@ def read_sampled(facts: Facts, iteration: int) -> tuple[pd.DataFrame, pd.DataFra
     """Read `sequences` and `tokens` of one iteration of a language run, with the columns that its curves need."""
     run_dir, one, recorded = facts.run_dir, [iteration], facts.manifest
     return (
-        reader.read_sequences(run_dir, iterations=one, columns=SEQUENCES, recorded=recorded),
-        reader.read_tokens(run_dir, iterations=one, columns=TOKENS, recorded=recorded),
+        reader.read_sequences(run_dir, iterations=one, columns=_SEQUENCE_COLUMNS, recorded=recorded),
+        reader.read_tokens(run_dir, iterations=one, columns=_TOKEN_COLUMNS, recorded=recorded),
     )
 
 

@@ -80,6 +80,9 @@ def read_facts(run_dir: Path) -> Facts:
     return Facts(run_dir, name, manifest, config, text, environment, measured, judged)
 
 
+RUN_AGAIN = "run again"  # the fact with the command that repeats a run
+
+
 def repeating(facts: Facts) -> list[tuple[str, str]]:
     """Return name and value of each fact that identifies a run and its machine."""
     run_dir, manifest, environment, config = facts.run_dir, facts.manifest, facts.environment, facts.config
@@ -93,7 +96,7 @@ def repeating(facts: Facts) -> list[tuple[str, str]]:
         changed = "; ".join(change_lines(origin.changed)) or "nothing"
         forked = [("forked from", forked_from(origin, Path(origin.run).name)), ("changed", changed)]
     return [
-        ("run again", f"ppo-repro rerun RUN, where RUN is the folder {run_dir.resolve().name}"),
+        (RUN_AGAIN, f"ppo-repro rerun RUN, where RUN is the folder {run_dir.resolve().name}"),
         ("fingerprint", manifest.fingerprint),
         *forked,
         ("configuration", manifest.config_digest),

@@ -12,21 +12,22 @@ from ppo_repro.analysis.html.charts import Line, Rule, axis_for, legend, line_ch
 from ppo_repro.analysis.html.markup import number
 from ppo_repro.analysis.html.page import Figure, Section
 from ppo_repro.analysis.report.data.metrics import Plotted, Range
+from ppo_repro.analysis.report.data.run_curves import Point
 from ppo_repro.analysis.report.data.run_facts import Facts
 from ppo_repro.analysis.significance import finite_of, one_sample, t_interval
 from ppo_repro.statistics.clusters import Floats
 
 
 @dataclass(frozen=True)
-class Curves:
-    """The curves of a run, or of a setting with several seeds: one line in every chart of a page.
+class PageLine:
+    """A run, or a setting with several seeds, as one line in every chart of a page.
 
-    `frame` is a frame of curves with all metrics. `seeds` are frames of curves too, of single runs, which the charts
+    `curves` is a frame of curves with all metrics. `seeds` are frames of curves too, of single runs, which the charts
     draw as thin lines. `tooltip` is a longer text than `name`.
     """
 
     name: str
-    frame: pd.DataFrame
+    curves: pd.DataFrame
     seeds: tuple[pd.DataFrame, ...] = ()
     tooltip: str = ""
 
@@ -49,21 +50,21 @@ def over_seeds(runs: Sequence[pd.DataFrame], metrics: Sequence[Plotted], score: 
             estimate = one_sample(values)
             ends = (values.min(), values.max()) if len(values) < MANY_SEEDS else t_interval(estimate, 0.95)
             rows.append((iteration, metric, estimate.mean, *np.clip(ends, *ranges[str(metric)]), len(values)))
-    return pd.DataFrame(rows, columns=["iteration", "metric", "value", "low", "high", "seeds"])
+    return pd.DataFrame(rows, columns=[*Point._fields, "seeds"])
 
 
 def _rows(frame: pd.DataFrame, metric: str) -> pd.DataFrame:
     return frame[frame["metric"] == metric].sort_values("iteration")
 
 
-def informative(wanted: Sequence[Plotted], curves: Sequence[Curves]) -> list[Plotted]:
+def informative(wanted: Sequence[Plotted], page_lines: Sequence[PageLine]) -> list[Plotted]:
     """Return the metrics without accuracies that equal their score, and without settings that never change."""
-    return [metric for metric in wanted if _is_informative(metric, curves)]
+    return [metric for metric in wanted if _is_informative(metric, page_lines)]
 
 
-def _is_informative(metric: Plotted, curves: Sequence[Curves]) -> bool:
+def _is_informative(metric: Plotted, page_lines: Sequence[PageLine]) -> bool:
     values, scores = (
-        [curve.frame.loc[curve.frame["metric"] == name, "value"].to_numpy(np.float64) for curve in curves]
+        [_rows(line.curves, name)["value"].to_numpy(np.float64) for line in page_lines]
         for name in (metric.key, metric.accuracy_of)
     )
     if metric.is_setting:
@@ -72,27 +73,29 @@ def _is_informative(metric: Plotted, curves: Sequence[Curves]) -> bool:
 
 
 def metric_figures(
-    wanted: Sequence[Plotted], curves: Sequence[Curves], band: str = "", forked_at: int | None = None
+    wanted: Sequence[Plotted], page_lines: Sequence[PageLine], band: str = "", forked_at: int | None = None
 ) -> list[Figure]:
-    """Return one figure per metric, with a line for each curve that has the metric, and no names of the lines.
+    """Return one figure per metric that a line has, without a legend.
 
     Args:
-        curves: the curves; each has one colour in all figures.
+        page_lines: the lines; each has one colour in all figures.
         band: what lines and bands are on a page of several runs; "" takes each metric's text for the page of one run.
         forked_at: the iteration that a dotted line marks.
     """
     figures = []
-    for metric in informative(wanted, curves):
-        drawable = [(curve.name, rows) for curve in curves if len(rows := _rows(curve.frame, metric.key))]
-        if drawable:
-            drawn = [(curve, metric.key) for curve in curves]
-            hidden = equal_curves(drawn)
-            caption = "; ".join(filter(None, [metric.caption, band or metric.band, hidden])) + "."
-            numbers = pd.concat([frame.drop(columns="metric").assign(line=name) for name, frame in drawable])
-            numbers = numbers.reset_index(drop=True) if len(drawable) > 1 else numbers.drop(columns="line")
-            chart = curve_chart(metric.title, metric.unit, drawn, forked_at, has_legend=False)
-            figures.append(Figure(metric.title, chart, caption, numbers))
+    for metric in informative(wanted, page_lines):
+        drawn = [(line, metric.key) for line in page_lines]
+        if chart := curve_chart(metric.title, metric.unit, drawn, forked_at, has_legend=False):
+            caption = "; ".join(filter(None, [metric.caption, band or metric.band, equal_lines(drawn)])) + "."
+            figures.append(Figure(metric.title, chart, caption, _numbers(drawn)))
     return figures
+
+
+def _numbers(drawn: Sequence[tuple[PageLine, str]]) -> pd.DataFrame:
+    """Return the rows of each line and metric; with several lines a column more, `line`, has their names."""
+    rows = [_rows(line.curves, metric).assign(line=line.name).drop(columns="metric") for line, metric in drawn]
+    filled = [frame for frame in rows if len(frame)]
+    return filled[0].drop(columns="line") if len(filled) == 1 else pd.concat(filled, ignore_index=True)
 
 
 def metric_by_step(metric: Plotted, steps: pd.DataFrame) -> Figure:
@@ -104,13 +107,13 @@ def metric_by_step(metric: Plotted, steps: pd.DataFrame) -> Figure:
     return Figure(metric.title, chart, f"{metric.caption}.", numbers)
 
 
-def equal_curves(drawn: Sequence[tuple[Curves, str]]) -> str:
-    """Return which curves have the same values, so that one hides the other; "" if none do."""
+def equal_lines(drawn: Sequence[tuple[PageLine, str]]) -> str:
+    """Return which lines have the same values, so that one hides the other; "" if none do."""
     groups: dict[tuple[bytes, bytes], list[str]] = {}
-    for curve, metric in drawn:
-        at, values, _, _ = _columns(curve.frame, metric)
+    for line, metric in drawn:
+        at, values, _, _ = _columns(line.curves, metric)
         if len(at):
-            groups.setdefault((at.tobytes(), values.tobytes()), []).append(curve.name)
+            groups.setdefault((at.tobytes(), values.tobytes()), []).append(line.name)
     same = [" and ".join(f"`{name}`" for name in names) for names in groups.values() if len(names) > 1]
     return "; ".join(f"the same line: {names}" for names in same)
 
@@ -118,23 +121,23 @@ def equal_curves(drawn: Sequence[tuple[Curves, str]]) -> str:
 def curve_chart(
     title: str,
     unit: str,
-    drawn: Sequence[tuple[Curves, str]],
+    drawn: Sequence[tuple[PageLine, str]],
     forked_at: int | None = None,
     has_legend: bool = True,
 ) -> str:
-    """Return a chart with one metric of each curve, "" if no curve has its metric.
+    """Return a chart with one metric of each line, "" if no line has its metric.
 
     Args:
-        drawn: each curve, and its metric; the colour is the index.
+        drawn: each line, and its metric; the colour is the index.
         forked_at: the iteration that a dotted line marks.
         has_legend: whether the chart names its lines.
     """
     lines = []
-    for colour, (curve, metric) in enumerate(drawn):
-        at, values, low, high = _columns(curve.frame, metric)
-        parts = tuple(_columns(frame, metric)[:2] for frame in curve.seeds)
+    for colour, (line, metric) in enumerate(drawn):
+        at, values, low, high = _columns(line.curves, metric)
+        parts = tuple(_columns(curves, metric)[:2] for curves in line.seeds)
         if len(at):
-            lines.append(Line(curve.name, at, values, low, high, colour, parts, curve.tooltip))
+            lines.append(Line(line.name, at, values, low, high, colour, parts, line.tooltip))
     if not lines:
         return ""
     ends = "; ".join(f"{line.name}: {number(float(line.y[0]))} to {number(float(line.y[-1]))}" for line in lines)
@@ -146,25 +149,29 @@ def curve_chart(
 
 def run_chart(facts: Facts, curves: pd.DataFrame) -> str:
     """Return the chart of the first screen from a run's frame of curves."""
-    lines = facts.content.first_chart
-    drawn, unit = [(Curves(line.label, curves), line.key) for line in lines], lines[-1].title
+    shown = facts.content.first_chart
+    drawn, unit = [(PageLine(quantity.label, curves), quantity.key) for quantity in shown], shown[-1].title
     return curve_chart(unit.capitalize(), unit, drawn, facts.forked_at)
 
 
-def main_chart(facts: Facts, curves: Sequence[Curves]) -> str:
-    """Return a chart with the evaluated curve of each run, or with the sampled curve if nothing was evaluated."""
-    for line in facts.content.first_chart:
-        if any((curve.frame["metric"] == line.key).any() for curve in curves):
-            return curve_chart(line.title.capitalize(), line.title, [(curve, line.key) for curve in curves])
-    return ""
+def main_chart(facts: Facts, page_lines: Sequence[PageLine]) -> str:
+    """Return a chart with the evaluated metric of each line, or with the sampled one if nothing was evaluated."""
+    charts = (
+        curve_chart(quantity.title.capitalize(), quantity.title, [(line, quantity.key) for line in page_lines])
+        for quantity in facts.content.first_chart
+    )
+    return next(filter(None, charts), "")
 
 
-def curve_sections(facts: Facts, lines: Sequence[Curves], notes: Sequence[str], band: str) -> list[Section]:
-    """Return the sections Learning and Optimisation: figures of `lines` below `notes`; `band` explains the bands."""
-    content, names = facts.content, legend([line.name for line in lines])
+def curve_sections(facts: Facts, page_lines: Sequence[PageLine], notes: Sequence[str], band: str) -> list[Section]:
+    """Return the sections Learning and Optimisation: figures below `notes`; `band` explains the bands."""
+    names = legend([line.name for line in page_lines])
+    learning, optimisation = (
+        metric_figures(wanted, page_lines, band) for wanted in (facts.content.learning, facts.content.optimisation)
+    )
     return [
-        Section("learning", "Learning", notes, metric_figures(content.learning, lines, band), legend=names),
-        Section("optimisation", "Optimisation", notes, metric_figures(content.optimisation, lines, band), legend=names),
+        Section("learning", "Learning", notes, learning, legend=names),
+        Section("optimisation", "Optimisation", notes, optimisation, legend=names),
     ]
 
 

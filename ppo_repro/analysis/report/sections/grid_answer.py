@@ -39,7 +39,13 @@ class Differences:
 
 
 def answer_cards(
-    folder: Path, finals: pd.DataFrame, result: Quantity, chart: str, possible: float, recorded: float = math.inf
+    folder: Path,
+    finals: pd.DataFrame,
+    result: Quantity,
+    chart: str,
+    possible: float,
+    recorded: float = math.inf,
+    about_chart: Sequence[Statement] = (),
 ) -> list[Card]:
     """Return the cards of a grid: question and expectation, answer, and the tables of differences if there are any.
 
@@ -49,6 +55,7 @@ def answer_cards(
         chart: SVG of the result by iteration.
         possible: the largest possible difference of the result.
         recorded: the largest difference of two recorded values that the result averages.
+        about_chart: sentences below the answer.
     """
     tree = read_tree(folder / GRID)
     sentences = [str(tree["question"]), f"Expected: {tree['expectation']}"]
@@ -56,12 +63,12 @@ def answer_cards(
         sentences.append(f"Settings are named by {', '.join(axes)}.")
     question = Card("What was the question?", [Statement("fact", text) for text in sentences])
     if reason := _why_not_compared(finals, result):
-        return [question, Card("What is the answer?", [Statement("fact", reason)], chart=chart)]
+        return [question, Card("What is the answer?", [Statement("fact", reason), *about_chart], chart=chart)]
     found = _differences(finals, result.key, possible, min(possible, recorded))
     caption = "p with Holm's correction; smallest detectable difference: found with probability 0.8"
     cards = [
         question,
-        Card("What is the answer?", _statements(found, result.title), chart=chart),
+        Card("What is the answer?", [*_statements(found, result.title), *about_chart], chart=chart),
         Card("Differences, paired by seed", blocks=[scrolled(table(_table(found), caption))]),
     ]
     effects = main_effects(folder, finals, result)
@@ -84,20 +91,10 @@ def main_effects(folder: Path, finals: pd.DataFrame, result: Quantity) -> pd.Dat
     joined = finals.merge(labels.assign(point=labels.agg(", ".join, axis=1)), on="point")
     if len(axes) < 2 or len(joined) < len(finals):  # a setting may have a name of its own
         return pd.DataFrame()
-    compared_axes = []
-    for axis in axes:
-        others = joined[[name for name in axes if name != axis]].agg(", ".join, axis=1)
-        if others.groupby(joined[axis]).apply(lambda names: tuple(sorted(names))).nunique() > 1:
-            continue
-        # a seed that lacks a value has no mean, and so its label no difference
-        by_seed = joined.groupby([axis, "seed"], as_index=False, sort=False)[result.key]
-        means = pd.DataFrame(by_seed.agg(lambda values: values.mean(skipna=False)))
-        first = str(means[axis].iloc[0])
-        compared = comparisons(means.rename(columns={axis: "point"}), result.key, first)
-        compared_axes.append(compared.assign(axis=axis.removeprefix("axis."), first=first))
-    rows = pd.concat(compared_axes) if compared_axes else pd.DataFrame(columns=["p_value"])
+    effects = [_effects_of(axis, joined, result.key) for axis in axes if _is_balanced(axis, axes, joined)]
+    rows = pd.concat(effects) if effects else pd.DataFrame()
     if rows.empty:
-        return pd.DataFrame()
+        return rows
     rows["p_holm"] = holm(rows["p_value"].tolist())
     return pd.DataFrame(
         {
@@ -106,6 +103,22 @@ def main_effects(folder: Path, finals: pd.DataFrame, result: Quantity) -> pd.Dat
             **_columns(rows, result.title),
         }
     ).reset_index(drop=True)
+
+
+def _is_balanced(axis: str, axes: Sequence[str], joined: pd.DataFrame) -> bool:
+    """Return whether all labels of an axis have the same settings of the other axes."""
+    others = joined[[name for name in axes if name != axis]].agg(", ".join, axis=1)
+    return bool(others.groupby(joined[axis]).apply(lambda names: tuple(sorted(names))).nunique() == 1)
+
+
+def _effects_of(axis: str, joined: pd.DataFrame, column: str) -> pd.DataFrame:
+    """Return the rows of `comparisons` of an axis's labels with its first label, with columns `axis` and `first`."""
+    by_seed = joined.groupby([axis, "seed"], as_index=False, sort=False)[column]
+    # a seed that lacks a value has no mean, and so its label no difference
+    means = pd.DataFrame(by_seed.agg(lambda values: values.mean(skipna=False)))
+    first = str(means[axis].iloc[0])
+    compared = comparisons(means.rename(columns={axis: "point"}), column, first)
+    return compared.assign(axis=axis.removeprefix("axis."), first=first)
 
 
 def _columns(compared: pd.DataFrame, name: str) -> dict[str, list[str]]:

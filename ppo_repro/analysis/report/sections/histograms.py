@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
+import numpy.typing as npt
 import pandas as pd
 
 from ppo_repro.analysis.html.charts import Axis, axis_for, bar_chart
@@ -17,35 +19,51 @@ MAX_VALUES = 12  # with at most this many different values, each value has a bar
 BINS = 24
 
 
+@dataclass(frozen=True)
+class Bars:
+    """Bars of a distribution: the value or range of each in words, and the counts of each group."""
+
+    edges: Floats  # [bars + 1], on the x axis
+    ticks: tuple[tuple[float, str], ...]  # of the x axis; the usual ones if empty
+    words: list[str]  # [bars]
+    counts: dict[str, npt.NDArray[np.int64]]  # [bars] each
+
+
 def distribution_figure(title: str, groups: Mapping[str, Floats], name: str, of: str, caption: str) -> Figure:
     """Draw the distribution of the finite values of each group, as bars in percent, side by side.
 
     Args:
-        groups: the values of each group.
+        groups: the values of each group, at least one of them finite.
         name: the name of a value, for example `score`.
         of: the things that have a value, for example `responses`.
     """
     finite = {group: values[np.isfinite(values)] for group, values in groups.items()}
-    everything = np.concatenate([*finite.values()])
-    distinct = np.unique(everything)
-    if len(distinct) <= MAX_VALUES:
-        edges: Floats = np.arange(len(distinct) + 1, dtype=np.float64)
-        words = [number(float(value), 3) for value in distinct]
-        marks = tuple((k + 0.5, word) for k, word in enumerate(words))
-        counts = {group: np.bincount(np.searchsorted(distinct, v), minlength=len(words)) for group, v in finite.items()}
-    else:
-        edges, marks = np.linspace(everything.min(), everything.max(), BINS + 1), ()
-        words = [f"{lo} to {hi}" for lo, hi in pairwise(number(float(edge)) for edge in edges)]
-        counts = {group: np.histogram(values, edges)[0] for group, values in finite.items()}
-    shares = [(group, 100.0 * bars / bars.sum()) for group, bars in counts.items() if bars.any()]
+    distinct = np.unique(np.concatenate([*finite.values()]))
+    bars = _bars_of_values(distinct, finite) if len(distinct) <= MAX_VALUES else _bars_of_ranges(distinct, finite)
+    shares = [(group, 100.0 * counts / counts.sum()) for group, counts in bars.counts.items() if counts.any()]
     y = axis_for(f"% of the {of}", [values for _, values in shares], include=(0.0,))
     alt = "; ".join(
-        f"{group}: most often {name} {words[int(values.argmax())]} ({number(float(values.max()), 3)} %)"
+        f"{group}: most often {name} {bars.words[int(values.argmax())]} ({number(float(values.max()), 3)} %)"
         for group, values in shares
     )
-    x = Axis(name, float(edges[0]), float(edges[-1]), ticks=marks)
-    chart = bar_chart(edges, shares, x, y, alt, [f"{name} {word}" for word in words])
-    return Figure(title, chart, caption, pd.DataFrame({name: words, **counts}))
+    x = Axis(name, float(bars.edges[0]), float(bars.edges[-1]), ticks=bars.ticks)
+    chart = bar_chart(bars.edges, shares, x, y, alt, [f"{name} {word}" for word in bars.words])
+    return Figure(title, chart, caption, pd.DataFrame({name: bars.words, **bars.counts}))
+
+
+def _bars_of_values(distinct: Floats, groups: Mapping[str, Floats]) -> Bars:
+    """Return a bar of equal width for each value."""
+    words = [number(float(value), 3) for value in distinct]
+    counts = {g: np.bincount(np.searchsorted(distinct, values), minlength=len(words)) for g, values in groups.items()}
+    ticks = tuple((k + 0.5, word) for k, word in enumerate(words))
+    return Bars(np.arange(len(words) + 1, dtype=np.float64), ticks, words, counts)
+
+
+def _bars_of_ranges(distinct: Floats, groups: Mapping[str, Floats]) -> Bars:
+    """Return BINS bars from the smallest to the largest value."""
+    edges = np.linspace(distinct[0], distinct[-1], BINS + 1)
+    words = [f"{lo} to {hi}" for lo, hi in pairwise(number(float(edge)) for edge in edges)]
+    return Bars(edges, (), words, {group: np.histogram(values, edges)[0] for group, values in groups.items()})
 
 
 def change_figures(values: Mapping[int, Floats], name: str, of: str) -> list[Figure]:

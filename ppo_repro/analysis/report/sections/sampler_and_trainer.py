@@ -54,7 +54,8 @@ BUCKETS = {
         "A flip: other experts compute the token in the trainer. After one, a token sees another past.",
     ),
 }  # fmt: skip
-SHOWN = ["lo", "hi", "n_tokens", "abs_mean", "abs_p99", "abs_max"]  # columns of the numbers below a figure of buckets
+# columns of the numbers below a figure of buckets
+BUCKET_COLUMNS = ["lo", "hi", "n_tokens", "abs_mean", "abs_p99", "abs_max"]
 
 
 def cause_of(facts: Facts) -> tuple[list[Statement], list[Figure]]:
@@ -112,9 +113,9 @@ def delta_figure(counted: npt.NDArray[np.int64], equal: int) -> Figure:
 
 
 def filled_buckets(buckets: pd.DataFrame, kind: str) -> pd.DataFrame:
-    """Return the buckets of a kind that have tokens, in order; columns SHOWN."""
+    """Return the buckets of a kind that have tokens, in order; columns BUCKET_COLUMNS."""
     filled = buckets[(buckets["kind"] == kind) & (buckets["n_tokens"] > 0)]
-    return filled.sort_values("lo", ignore_index=True)[SHOWN]
+    return filled.sort_values("lo", ignore_index=True)[BUCKET_COLUMNS]
 
 
 def bucket_figure(filled: pd.DataFrame, kind: str) -> Figure:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from ppo_repro.analysis.html.markup import element, number
 from ppo_repro.analysis.html.page import Section
 from ppo_repro.analysis.html.token_area import token_area
 from ppo_repro.analysis.report.data.chosen_responses import MAX_TOKENS
+from ppo_repro.analysis.report.data.token_view import TokenView
 
 
-def token_section(view: dict[str, Any], recorded: int) -> Section:
-    """Return the section with the token view of `view`; the run has `recorded` responses."""
+def token_section(view: TokenView, recorded: int) -> Section:
+    """Return the section that shows `view`; the run has `recorded` responses."""
     needs = element("noscript", element("p", "The token view needs the script inside this page."))
     shown = number(len(view["responses"]))
     note = (

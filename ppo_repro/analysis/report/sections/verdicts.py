@@ -14,6 +14,7 @@ from ppo_repro.analysis.report.data.run_facts import Facts
 from ppo_repro.config.control import ControlConfig
 from ppo_repro.config.mismatch import SamplerFaults, TrainerFaults
 from ppo_repro.config.run import RunConfig
+from ppo_repro.records.notes import Accuracy
 from ppo_repro.records.reader import own_rows
 from ppo_repro.runs.summary import (
     MANY_CUT,
@@ -90,38 +91,46 @@ def _evaluated(facts: Facts, iterations: pd.DataFrame, column: str, name: str, h
 def on_policy(facts: Facts, counted: Agreement, draws: Draws) -> list[Statement]:
     """Return sentences about the agreement of sampler and trainer: log-probs, ratios, values and draws."""
     config, unit = facts.ppo, facts.content.token_unit
-    anchor = "rollout" if isinstance(config, ControlConfig) else config.ppo.ratio_anchor
-    has_ratios = isinstance(config, ControlConfig) or config.ppo.objective.kind != "policy_gradient"
-    has_values = isinstance(config, ControlConfig) or config.value.kind != "none"
-    unequal, tokens, rows = counted.unequal_old_rollout_logprobs, counted.tokens, counted.first_minibatch_tokens
-    verdicts = [
-        _counted(
-            unequal, f"Sampler and trainer agree on every bit of {tokens:,} {unit}.",
-            f"{share(unequal, tokens)} of log-probs differ between sampler and trainer ({unequal:,} of {tokens:,} "
-            f"{unit}, largest difference {number(counted.max_abs_old_rollout, 2)} nats).",
-        )
-    ]  # fmt: skip
-    if rows and has_ratios:
-        first = counted.unequal_first_ratios
-        right = f"Every ratio of the first minibatches is exactly 1 ({rows:,} {unit}, anchor {anchor})."
-        wrong = f"{share(first, rows)} of first-minibatch ratios are not 1 ({first:,} of {rows:,}, anchor {anchor})."
-        verdicts.append(_counted(first, right, wrong))
-    if rows and has_values:
-        other = counted.unequal_values
-        right = f"Values computed again in the first minibatches agree on every bit ({rows:,} {unit})."
-        wrong = f"{share(other, rows)} of values differ when computed again ({other:,} of {rows:,})."
-        verdicts.append(_counted(other, right, wrong))
+    unequal, tokens = counted.unequal_old_rollout_logprobs, counted.tokens
+    right = f"Sampler and trainer agree on every bit of {tokens:,} {unit}."
+    wrong = (
+        f"{share(unequal, tokens)} of log-probs differ between sampler and trainer ({unequal:,} of {tokens:,} {unit}, "
+        f"largest difference {number(counted.max_abs_old_rollout, 2)} nats)."
+    )
+    verdicts = [_counted(unequal, right, wrong)]
+    if counted.first_minibatch_tokens:
+        verdicts += _first_minibatches(config, counted, unit)
     if draws.tokens and (isinstance(config, ControlConfig) or are_drawn(config)):
         verdicts.append(_counted(int(draws.is_wrong), sentence(draws.sentence()), draws.sentence()))
     if isinstance(config, RunConfig):
         verdicts += [Statement("fact", f"{text}.") for text in not_promised(config)]
-    measured = facts.accuracy
-    if measured is not None:
-        distance = f"{number(measured.ratio, 2)} times as far from the model in float64 as stock {measured.stock}'s"
-        whose = "trainer" if isinstance(config, RunConfig) and config.rollout.engine_without_promise else "sampler"
-        text = f"The {whose}'s log-probs are {distance} ({measured.tokens:,} tokens, rms)."
-        verdicts.append(Statement("differs" if measured.is_low else "fact", text))
+    if facts.accuracy is not None:
+        verdicts.append(_distance_from_float64(config, facts.accuracy))
     return verdicts
+
+
+def _first_minibatches(config: RunConfig | ControlConfig, counted: Agreement, unit: str) -> list[Statement]:
+    """Return sentences about ratios and values of the first minibatches, in which the policy has not changed."""
+    rows, verdicts = counted.first_minibatch_tokens, []
+    if isinstance(config, ControlConfig) or config.ppo.objective.kind != "policy_gradient":
+        anchor = "rollout" if isinstance(config, ControlConfig) else config.ppo.ratio_anchor
+        other = counted.unequal_first_ratios
+        right = f"Every ratio of the first minibatches is exactly 1 ({rows:,} {unit}, anchor {anchor})."
+        wrong = f"{share(other, rows)} of first-minibatch ratios are not 1 ({other:,} of {rows:,}, anchor {anchor})."
+        verdicts.append(_counted(other, right, wrong))
+    if isinstance(config, ControlConfig) or config.value.kind != "none":
+        other = counted.unequal_values
+        right = f"Values computed again in the first minibatches agree on every bit ({rows:,} {unit})."
+        wrong = f"{share(other, rows)} of values differ when computed again ({other:,} of {rows:,})."
+        verdicts.append(_counted(other, right, wrong))
+    return verdicts
+
+
+def _distance_from_float64(config: RunConfig | ControlConfig, measured: Accuracy) -> Statement:
+    distance = f"{number(measured.ratio, 2)} times as far from the model in float64 as stock {measured.stock}'s"
+    whose = "trainer" if isinstance(config, RunConfig) and config.rollout.engine_without_promise else "sampler"
+    text = f"The {whose}'s log-probs are {distance} ({measured.tokens:,} tokens, rms)."
+    return Statement("differs" if measured.is_low else "fact", text)
 
 
 def _counted(wrong: int, holds: str, differs: str) -> Statement:

@@ -1,12 +1,13 @@
-"""Collect the data of the token view: columns with their scales, and responses token by token."""
+"""Collect what token_view.js shows: columns with their scales, and responses token by token."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -14,13 +15,42 @@ import pandas as pd
 
 from ppo_repro.analysis.pairs import deltas
 from ppo_repro.analysis.recorded_flags import flag_legend
-from ppo_repro.analysis.report.data.chosen_responses import REASONS
+from ppo_repro.analysis.report.data.chosen_responses import REASONS, ChosenResponse
 from ppo_repro.base.errors import UserError
 from ppo_repro.records import reader
 from ppo_repro.records.manifest import Manifest
 
 DIGITS = 6
 NULLABLE = ("values", "returns", "ratio_")
+Cell = float | str | None  # JSON has no NaN or infinity: they are words, or None where NaN is null
+
+
+class ShownResponse(TypedDict):
+    """A response of the token view; each list has an item per token, in order of position."""
+
+    iteration: int
+    sequence: int
+    why: Sequence[str]  # keys of REASONS
+    prompt: str
+    response: str
+    answer: str
+    score: Cell
+    finish: str
+    max_abs_delta: Cell  # nats
+    clipped: int  # token updates
+    ids: list[int]
+    texts: list[str]
+    special: list[int]  # 1 for `are_special`
+    columns: dict[str, list[Cell]]  # by key; ratio_e and flag_e are None if epoch e did not use the token
+
+
+class TokenView(TypedDict):
+    """The JSON that token_view.js reads."""
+
+    columns: list[dict[str, str | float]]  # fields of a TokenColumn, and `limit`, which gets the full colour
+    reasons: Mapping[str, str]
+    flags: list[dict[str, str]]
+    responses: list[ShownResponse]
 
 
 @dataclass(frozen=True)
@@ -36,7 +66,7 @@ class TokenColumn:
     scale: str
 
 
-TOKEN_COLUMNS = (
+VIEW_COLUMNS = (  # `token_view` adds a ratio and a flag for each epoch
     TokenColumn("delta", "mismatch, old - rollout log-prob", "nats", "diverging"),
     TokenColumn("rollout_logprobs", "rollout log-prob", "nats", "negative"),
     TokenColumn("old_logprobs", "old log-prob", "nats", "negative"),
@@ -49,61 +79,60 @@ TOKEN_COLUMNS = (
     TokenColumn("values", "value", "reward", "diverging"),
     TokenColumn("returns", "return", "reward", "diverging"),
 )
-_READ = [
+# the columns that are read from each table
+_SEQUENCE_COLUMNS = ["iteration", "sequence", "prompt", "response", "answer", "scores", "finish_reason"]
+_TOKEN_COLUMNS = [
     "iteration", "sequence", "position", "token_id", "char_start", "char_end", "word_id",
-    *(column.key for column in TOKEN_COLUMNS if column.key != "delta"),
+    *(column.key for column in VIEW_COLUMNS if column.key != "delta"),
 ]  # fmt: skip
-_READ_SEQUENCES = ["iteration", "sequence", "prompt", "response", "answer", "scores", "finish_reason"]
+_UPDATE_COLUMNS = ["iteration", "epoch", "sequence", "position", "ratios", "clip_flag"]
 
 
-def token_data(run_dir: Path, recorded: Manifest, selected: pd.DataFrame) -> dict[str, Any]:
-    """Return the data that the page embeds: columns with their scales, and the selected responses token by token."""
-    responses: list[dict[str, Any]] = []
-    names = ["iteration", "epoch", "sequence", "position", "ratios", "clip_flag"]
-    for iteration, rows in selected.groupby("iteration", sort=True):
-        one = [int(str(iteration))]
-        sequences = reader.read_sequences(run_dir, iterations=one, columns=_READ_SEQUENCES, recorded=recorded)
-        tokens = reader.read_tokens(run_dir, iterations=one, columns=_READ, recorded=recorded)
-        updates = reader.read_updates(run_dir, iterations=one, columns=names, recorded=recorded)
-        responses += responses_by_token(sequences, tokens, updates, rows, f"{run_dir}: iteration {iteration}")
-    return view_data(responses)
+def read_token_view(run_dir: Path, recorded: Manifest, chosen: Sequence[ChosenResponse]) -> TokenView:
+    """Read the chosen responses of a run, which are in order of iteration, and return them token by token."""
+    responses: list[ShownResponse] = []
+    for iteration, group in groupby(chosen, key=lambda response: response.iteration):
+        one = [iteration]
+        sequences = reader.read_sequences(run_dir, iterations=one, columns=_SEQUENCE_COLUMNS, recorded=recorded)
+        tokens = reader.read_tokens(run_dir, iterations=one, columns=_TOKEN_COLUMNS, recorded=recorded)
+        updates = reader.read_updates(run_dir, iterations=one, columns=_UPDATE_COLUMNS, recorded=recorded)
+        responses += responses_by_token(sequences, tokens, updates, [*group], f"{run_dir}: iteration {iteration}")
+    return token_view(responses)
 
 
-def view_data(responses: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the data of token_view.js: columns with their scales, flags, and responses of `responses_by_token`."""
-    columns = [*TOKEN_COLUMNS]
+def token_view(responses: list[ShownResponse]) -> TokenView:
+    """Return the responses with the columns that have a value in any of them; a ratio and a flag for each epoch."""
+    columns = [*VIEW_COLUMNS]
     keys = {key for response in responses for key in response["columns"] if key.startswith("ratio_")}
     for epoch in sorted(int(key.removeprefix("ratio_")) for key in keys):
         columns.append(TokenColumn(f"ratio_{epoch}", f"ratio, epoch {epoch}", "", "ratio"))
         columns.append(TokenColumn(f"flag_{epoch}", f"clip flag, epoch {epoch}", "", "category"))
-    shown = []
+    shown: list[dict[str, str | float]] = []
     for column in columns:
         values = [value for response in responses for value in response["columns"].get(column.key, [])]
         if any(value is not None for value in values):
-            about = {"key": column.key, "label": column.label, "unit": column.unit, "scale": column.scale}
-            shown.append({**about, "limit": _limit(column.scale, values)})
+            shown.append({**asdict(column), "limit": _limit(column.scale, values)})
     return {"columns": shown, "reasons": REASONS, "flags": flag_legend(), "responses": responses}
 
 
 def responses_by_token(
-    sequences: pd.DataFrame, tokens: pd.DataFrame, updates: pd.DataFrame, summary: pd.DataFrame, where: str
-) -> list[dict[str, Any]]:
+    sequences: pd.DataFrame, tokens: pd.DataFrame, updates: pd.DataFrame, chosen: Sequence[ChosenResponse], where: str
+) -> list[ShownResponse]:
     """Return the chosen responses of one iteration, token by token.
 
     Args:
-        summary: the chosen responses: sequence, why, max_abs_delta, clipped.
         where: the name of the run and iteration, for messages.
 
     Raises:
         UserError: the updates have tokens that `tokens` does not have.
     """
-    chosen = sequences[sequences["sequence"].isin(summary["sequence"])]
-    about = {row["sequence"]: row for row in chosen.to_dict("records")}
     tokens = tokens.join(_by_epoch(tokens, updates, where))
     tokens = tokens.assign(delta=deltas(tokens), special=are_special(tokens))
-    reasons = {row["sequence"]: row for row in summary.to_dict("records")}
-    groups = tokens[tokens["sequence"].isin(summary["sequence"])].groupby("sequence", sort=True)
-    return [_response({**about[key], **reasons[key]}, rows.sort_values("position")) for key, rows in groups]
+    by_sequence: dict[Hashable, ChosenResponse] = {response.sequence: response for response in chosen}
+    of_chosen = [rows[rows["sequence"].isin(list(by_sequence))] for rows in (sequences, tokens)]
+    texts = {row["sequence"]: row for row in of_chosen[0].to_dict("records")}
+    groups = of_chosen[1].groupby("sequence", sort=True)
+    return [_shown(by_sequence[key], texts[key], rows.sort_values("position")) for key, rows in groups]
 
 
 def are_special(tokens: pd.DataFrame) -> npt.NDArray[np.bool_]:
@@ -130,22 +159,31 @@ def _by_epoch(tokens: pd.DataFrame, updates: pd.DataFrame, where: str) -> pd.Dat
     return pd.DataFrame(columns, index=tokens.index)
 
 
-def _response(row: dict[Hashable, Any], tokens: pd.DataFrame) -> dict[str, Any]:
-    text = str(row["response"])
+def _shown(chosen: ChosenResponse, texts: Mapping[Hashable, Any], tokens: pd.DataFrame) -> ShownResponse:
+    """Return a response from its row of `sequences` and its rows of `tokens`."""
+    text = str(texts["response"])
     spans = zip(tokens["char_start"], tokens["char_end"], strict=True)
     keys = [name for name in tokens.columns if name.startswith(("ratio_", "flag_"))]
-    columns = {key: _plain(tokens[key]) for key in [*(column.key for column in TOKEN_COLUMNS), *keys]}
-    return {
-        "iteration": int(row["iteration"]), "sequence": int(row["sequence"]), "why": row["why"],
-        "prompt": str(row["prompt"]), "response": text, "answer": str(row["answer"]),
-        "score": _number(float(row["scores"])), "finish": str(row["finish_reason"]),
-        "max_abs_delta": _number(float(row["max_abs_delta"])), "clipped": int(row["clipped"]),
-        "ids": tokens["token_id"].tolist(), "texts": [text[start:end] for start, end in spans],
-        "special": tokens["special"].astype(int).tolist(), "columns": columns,
-    }  # fmt: skip
+    columns = {key: _plain(tokens[key]) for key in [*(column.key for column in VIEW_COLUMNS), *keys]}
+    return ShownResponse(
+        iteration=chosen.iteration,
+        sequence=chosen.sequence,
+        why=chosen.why,
+        prompt=str(texts["prompt"]),
+        response=text,
+        answer=str(texts["answer"]),
+        score=_number(float(texts["scores"])),
+        finish=str(texts["finish_reason"]),
+        max_abs_delta=_number(chosen.max_abs_delta),
+        clipped=chosen.clipped,
+        ids=tokens["token_id"].tolist(),
+        texts=[text[start:end] for start, end in spans],
+        special=tokens["special"].astype(int).tolist(),
+        columns=columns,
+    )
 
 
-def _plain(values: pd.Series) -> list[Any]:
+def _plain(values: pd.Series) -> list[Cell]:
     if values.dtype.kind == "f":
         # in a column without nulls, NaN is a recorded NaN
         absent = None if str(values.name).startswith(NULLABLE) else "nan"
@@ -153,14 +191,14 @@ def _plain(values: pd.Series) -> list[Any]:
     return [None if value is None or value != value else str(value) for value in values.tolist()]
 
 
-def _number(value: float) -> float | str | None:
+def _number(value: float) -> Cell:
     """Return the number rounded to DIGITS; for JSON, NaN becomes None and an infinity becomes a word."""
     if math.isnan(value):
         return None
     return float(f"{value:.{DIGITS}g}") if math.isfinite(value) else str(value)
 
 
-def _limit(scale: str, values: list[Any]) -> float:
+def _limit(scale: str, values: Sequence[Cell]) -> float:
     """Return the value that gets the full colour: the 98th percentile of |value|, or the largest if that is 0."""
     if scale == "category":
         return 0.0

@@ -18,15 +18,13 @@ from ppo_repro.analysis.clip_flags import (
     FLAGS,
     VALUE_FLAGS,
     Bool,
-    ClipRule,
     clipped_at_start,
     column,
-    counted_rule,
     ratios_of,
     token_flags,
     value_flags,
-    value_reach,
 )
+from ppo_repro.analysis.clip_rules import ClipRule, counted_rule, value_reach
 from ppo_repro.analysis.pairs import own_iterations
 from ppo_repro.base.errors import UserError
 from ppo_repro.records import reader

@@ -11,9 +11,9 @@ from typing import NamedTuple
 import numpy as np
 import pandas as pd
 
-from ppo_repro.analysis.clip_flags import clip_rule, clipped_at_start, column, is_outside, token_rule
+from ppo_repro.analysis.clip_flags import clipped_at_start, is_outside, recorded_clipped
+from ppo_repro.analysis.clip_rules import clip_rule, token_rule
 from ppo_repro.analysis.pairs import deltas, own_iterations
-from ppo_repro.analysis.recorded_flags import recorded_clipped
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.output import say
 from ppo_repro.config.algorithm import FunctionObjective
@@ -106,7 +106,7 @@ def clip_shares_of_cell(run_dir: Path) -> ClipShares:
             return ClipShares(math.nan, math.nan)
         count, removed = count + len(visits), removed + int(recorded_clipped(visits["clip_flag"]).sum())
         if (rule := clip_rule(ppo, clip_range)) is not None:
-            outside += float(is_outside(column(visits, "ratios"), rule.low, rule.high).sum())
+            outside += float(is_outside(visits["ratios"].to_numpy(np.float32), rule).sum())
     return ClipShares(removed / count, outside / count)
 
 

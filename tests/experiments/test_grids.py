@@ -9,6 +9,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 
 from ppo_repro.analysis.clip_flags import token_flags
 from ppo_repro.analysis.clipping import clip_tables, load_iterations, over_all_steps, policy_rows
@@ -26,7 +27,10 @@ from ppo_repro.analysis.report.data.metrics import Quantity
 from ppo_repro.analysis.report.sections.grid_answer import answer_cards, main_effects, spread
 from ppo_repro.base.errors import UserError
 from ppo_repro.commands.analyses.table import answer
+from ppo_repro.config.algorithm import ClipObjective
+from ppo_repro.ppo.objectives import Clip, flag_names
 from ppo_repro.records import manifest, reader
+from ppo_repro.records.folder import load_recorded_config
 from tests.support.cli import Cli
 from tests.support.language import tiny_run
 
@@ -164,6 +168,21 @@ def test_a_sequence_clip_has_a_band_of_the_response(tmp_path: Path) -> None:
     run_dir = tiny_run(tmp_path, *GROUPS, "ppo.objective={kind: sequence_clip, clip_range: 0.1, clip_range_high: 0.2}")
     ratios = reader.read_updates(run_dir)["ratios"].to_numpy(np.float64)
     assert clip_shares_of_cell(run_dir)[1] == ((ratios < 0.9) | (ratios > 1.2)).mean() > 0
+
+
+def test_a_recorded_ratio_at_a_bound_is_inside_as_in_training(
+    deterministic_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """1.2 in float32 is above 1.2 in float64."""
+    objective = load_recorded_config(deterministic_run).ppo.objective
+    assert isinstance(objective, ClipObjective)
+    low, high = np.float32(1.0 - objective.clip_range), np.float32(1.0 + objective.high)
+    ratios = np.array([low, high, np.nextafter(low, np.float32(0)), np.nextafter(high, np.float32(2))])
+    flags = Clip(objective.clip_range, objective.high).flags(torch.from_numpy(ratios), torch.ones(4))
+    visits = pd.DataFrame({"clip_flag": flag_names(flags), "ratios": ratios})
+    monkeypatch.setattr(reader, "read_updates", lambda *_, **__: visits)
+    assert visits["clip_flag"].tolist() == ["none", "none", "wrong_low", "clip_high"]
+    assert clip_shares_of_cell(deterministic_run).outside_fraction == 0.5
 
 
 def test_the_clip_floor_of_an_adaptive_clip_is_by_the_range_of_each_iteration(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from ppo_repro.analysis.clip_flags import token_rule
+from ppo_repro.analysis.clip_rules import token_rule
 from ppo_repro.analysis.pairs import chosen_iterations
 from ppo_repro.analysis.tokenization.recorded_tokenizer import RecordedTokenizer
 from ppo_repro.analysis.tokenization.retokenize import DRIFT_COLUMNS, drift_summary, retokenization

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ppo_repro.analysis.clip_flags import ClipRule
+from ppo_repro.analysis.clip_rules import ClipRule
 from ppo_repro.analysis.tokenization.token_kl import (
     METRICS,
     estimators,

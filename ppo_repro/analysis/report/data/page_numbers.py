@@ -16,8 +16,8 @@ import pandas as pd
 
 from ppo_repro.analysis import agreement
 from ppo_repro.analysis.agreement import Agreement, agreement_of
+from ppo_repro.analysis.clip_flags import DRAWN, recorded_clipped
 from ppo_repro.analysis.pairs import deltas
-from ppo_repro.analysis.recorded_flags import DRAWN, recorded_clipped
 from ppo_repro.analysis.report.data.run_curves import (
     Point,
     read_sampled,

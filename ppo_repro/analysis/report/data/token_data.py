@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
+from ppo_repro.analysis.clip_flags import flag_legend
 from ppo_repro.analysis.pairs import deltas
-from ppo_repro.analysis.recorded_flags import flag_legend
 from ppo_repro.analysis.report.data.chosen_responses import REASONS
 from ppo_repro.base.errors import UserError
 from ppo_repro.records import reader

@@ -25,7 +25,7 @@ from ppo_repro.analysis.clip_flags import (
     value_flags,
 )
 from ppo_repro.analysis.clip_rules import ClipRule, counted_rule, value_reach
-from ppo_repro.analysis.pairs import own_iterations
+from ppo_repro.analysis.iterations import own_iterations
 from ppo_repro.base.errors import UserError
 from ppo_repro.records import reader
 from ppo_repro.records.folder import load_recorded_config

@@ -29,12 +29,13 @@ from matplotlib.figure import Figure
 
 from ppo_repro.analysis.grid_outcomes import MEASURES
 from ppo_repro.analysis.grid_table import comparisons, rank_correlation
-from ppo_repro.analysis.pairs import deltas, own_iterations
+from ppo_repro.analysis.iterations import own_iterations
 from ppo_repro.analysis.significance import finite_of, one_sample, t_interval
 from ppo_repro.base.errors import UserError
 from ppo_repro.config.run import RunConfig
 from ppo_repro.records import reader
 from ppo_repro.records.folder import load_recorded_config
+from ppo_repro.records.logprob_pairs import deltas
 from ppo_repro.records.manifest import require_responses
 
 CURVES = ["iteration", "tokens", "unequal_old_rollout_logprobs", "eval_accuracy"]

@@ -13,13 +13,14 @@ import pandas as pd
 
 from ppo_repro.analysis.clip_flags import clipped_at_start, is_outside, recorded_clipped
 from ppo_repro.analysis.clip_rules import clip_rule, token_rule
-from ppo_repro.analysis.pairs import deltas, own_iterations
+from ppo_repro.analysis.iterations import own_iterations
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.output import say
 from ppo_repro.config.algorithm import FunctionObjective
 from ppo_repro.records import reader
 from ppo_repro.records.folder import load_recorded_config
 from ppo_repro.records.grid import CELLS, axes_of, read_grid_table
+from ppo_repro.records.logprob_pairs import deltas
 from ppo_repro.records.manifest import Manifest
 from ppo_repro.statistics.kl import k3
 

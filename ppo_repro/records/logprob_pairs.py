@@ -11,6 +11,8 @@ the columns PAIR: the place of the token, its id, and its float32 log-probs (nat
     policy_lag: int32, how many iterations older the weights were that sampled the token
     turn: int32, of the model, from 0: how often the environment spoke before
     route: int32, an index into ROUTES: whether sampler and trainer chose the same experts
+
+A chunk of a dump has `attrs`: `masked`, the number of tokens that a mask removed, possibly all, and `iteration`.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ import pandas as pd
 from ppo_repro.records import reader
 from ppo_repro.records.folder import load_recorded_config
 from ppo_repro.records.manifest import Manifest, has_responses, require_responses
+from ppo_repro.statistics.clusters import Floats
 
 KEY = ["iteration", "sequence", "position"]
 PAIR = [*KEY, "token_id", "logprobs_a", "logprobs_b"]
@@ -34,9 +37,25 @@ LAG, TURN, ROUTE = "policy_lag", "turn", "route"
 ROUTES = ("same", "same after a flip", "flipped")
 _ROUTE_COLUMNS = ["rollout_routes", "policy_routes"]
 _LAG_TURN_COLUMNS = ["sequence", "rollout_policy_versions", "is_forced"]
+NO_TOKEN = "there is no token to compare; give a run or a file with responses"
 _TOKEN = ["sequence", "position"]
 _SEQUENCES = ["sequence", "prompt_length", "response_length", "is_as_sampled"]
 _UPDATES = [*_TOKEN, "epoch", "minibatch", "new_logprobs"]
+
+
+def masked_tokens(chunk: pd.DataFrame) -> int:
+    """Return the number of tokens that a mask removed from a chunk; 0 for a run."""
+    return int(chunk.attrs.get("masked", 0))
+
+
+def iteration_of(chunk: pd.DataFrame) -> int:
+    """Return the iteration of a chunk, even if a mask removed every row."""
+    return int(chunk["iteration"].iloc[0] if len(chunk) else chunk.attrs["iteration"])
+
+
+def deltas(tokens: pd.DataFrame) -> Floats:
+    """Return old_logprobs - rollout_logprobs of each row of the table `tokens`, nats, float64."""
+    return tokens["old_logprobs"].to_numpy(np.float64) - tokens["rollout_logprobs"].to_numpy(np.float64)
 
 
 def pairs_of_iteration(run_dir: Path | str, recorded: Manifest, iteration: int) -> pd.DataFrame:

@@ -12,7 +12,7 @@ import pytest
 
 from ppo_repro.analysis.agreement import agreement_of, run_agreement
 from ppo_repro.analysis.mismatch import mismatch_by_iteration, mismatch_table
-from ppo_repro.analysis.pairs import run_pairs
+from ppo_repro.analysis.run_pairs import run_pairs
 from ppo_repro.records import reader
 from ppo_repro.records.logprob_pairs import KEY
 from ppo_repro.runs.summary import summarise

@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 
 from ppo_repro.analysis.comparison.compare import MARGIN, compare_runs
-from ppo_repro.analysis.comparison.response_pairs import COLUMNS, manifests
+from ppo_repro.analysis.comparison.same_prompts import COLUMNS, manifests
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.latest import run_named
 from ppo_repro.base.output import print_result

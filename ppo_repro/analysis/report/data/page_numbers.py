@@ -17,7 +17,6 @@ import pandas as pd
 from ppo_repro.analysis import agreement
 from ppo_repro.analysis.agreement import Agreement, agreement_of
 from ppo_repro.analysis.clip_flags import DRAWN, recorded_clipped
-from ppo_repro.analysis.pairs import deltas
 from ppo_repro.analysis.report.data.run_curves import (
     Point,
     read_sampled,
@@ -28,6 +27,7 @@ from ppo_repro.analysis.report.data.run_curves import (
 )
 from ppo_repro.analysis.report.data.run_facts import Facts
 from ppo_repro.records import reader
+from ppo_repro.records.logprob_pairs import deltas
 from ppo_repro.records.manifest import has_responses
 from ppo_repro.runs.summary import draws_of_records
 from ppo_repro.statistics.clusters import Floats

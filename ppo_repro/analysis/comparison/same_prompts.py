@@ -16,7 +16,7 @@ import numpy.typing as npt
 import pandas as pd
 from scipy import stats
 
-from ppo_repro.analysis.pairs import chosen_iterations
+from ppo_repro.analysis.iterations import chosen_iterations
 from ppo_repro.base.errors import UserError
 from ppo_repro.records import reader
 from ppo_repro.records.manifest import Manifest, require_responses

@@ -12,9 +12,9 @@ import pytest
 from ppo_repro.analysis.agreement import run_agreement
 from ppo_repro.analysis.clipping import load_iterations
 from ppo_repro.analysis.grid_outcomes import clip_shares_of_cell, mismatch_of_cell
-from ppo_repro.analysis.pairs import run_pairs
 from ppo_repro.analysis.report.data.run_facts import read_facts
 from ppo_repro.analysis.report.run_page import run_page
+from ppo_repro.analysis.run_pairs import run_pairs
 from ppo_repro.analysis.tokenization.tables import summary_by_iteration
 from ppo_repro.records import manifest, reader
 from ppo_repro.records.logprob_pairs import KEY, OPTIONAL, PAIR

@@ -6,21 +6,15 @@ A setting is one combination of the axes' labels; a cell is a setting with a see
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
-from scipy.stats import spearmanr
 
-from ppo_repro.analysis.grid_outcomes import MEASURES, ClipShares, Measure
+from ppo_repro.analysis.grid_outcomes import MEASURES, Measure
 from ppo_repro.analysis.significance import Estimate, finite_of, holm, one_sample, t_interval, t_test
 from ppo_repro.base.errors import UserError
 from ppo_repro.records.grid import axes_of
-from ppo_repro.statistics.clusters import Floats
 
-DRAWS = 2000
-MIN_RANKED = 3  # settings; two have no order but up or down
 SPREAD = "mean ± half of the 95 % Student interval"
 
 
@@ -93,53 +87,6 @@ def comparisons(cells: pd.DataFrame, measure: str, against: str) -> pd.DataFrame
     table = pd.DataFrame(compared)
     table["p_holm"] = holm(table["p_value"].tolist()) if len(table) else []
     return table
-
-
-class RankCorrelation(NamedTuple):
-    """Spearman's correlation over settings, with its 95 % bootstrap interval [low, high], and over single runs."""
-
-    value: float
-    low: float
-    high: float
-    over_runs: float
-
-
-def rank_correlation(cells: pd.DataFrame, share: str, measure: str) -> RankCorrelation:
-    """Return the rank correlation of two columns of `outcomes`: of the settings' means over seeds, and of the runs.
-
-    The bootstrap draws all settings of a seed together, because they start from the same policy. NaN if all shares or
-    all measures are equal, or if a number is not finite. Raises UserError if the settings have different seeds.
-    """
-    _require_same_seeds(cells)
-    if not np.isfinite(cells[[share, measure]].to_numpy(np.float64)).all():
-        return RankCorrelation(math.nan, math.nan, math.nan, math.nan)
-    rng, points = np.random.default_rng(0), cells["point"].unique()
-    by_seed = [
-        rows.set_index("point").loc[points, [share, measure]].to_numpy(np.float64)
-        for _, rows in cells.groupby("seed", sort=False)
-    ]
-
-    def of_means(chosen: Sequence[Floats]) -> float:
-        return _spearman(np.sum(chosen, axis=0) / len(chosen))
-
-    draws = [of_means([by_seed[i] for i in rng.integers(0, len(by_seed), len(by_seed))]) for _ in range(DRAWS)]
-    low, high = np.nanquantile(draws, [0.025, 0.975]) if not np.isnan(draws).all() else (math.nan, math.nan)
-    over_runs = _spearman(cells[[share, measure]].to_numpy(np.float64))
-    return RankCorrelation(of_means(by_seed), float(low), float(high), over_runs)
-
-
-def _spearman(pairs: Floats) -> float:
-    """Return Spearman's correlation of two columns, NaN if one has equal values only."""
-    x, y = pairs.T
-    return math.nan if np.ptp(x) == 0 or np.ptp(y) == 0 else float(spearmanr(x, y).statistic)
-
-
-def rank_correlations(cells: pd.DataFrame, measure: str) -> dict[str, RankCorrelation]:
-    """Return `rank_correlation` of each clipped share that has one with the measure; {} for few settings."""
-    if cells["point"].nunique() < MIN_RANKED or not cells["outside_fraction"].any():
-        return {}
-    ranks = {share: rank_correlation(cells, share, measure) for share in ClipShares._fields}
-    return {share: rank for share, rank in ranks.items() if not math.isnan(rank.value)}
 
 
 def markdown(table: pd.DataFrame) -> str:

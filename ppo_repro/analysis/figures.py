@@ -29,7 +29,8 @@ from matplotlib.figure import Figure
 from ppo_repro.analysis.grid_outcomes import MEASURES
 from ppo_repro.analysis.grid_table import comparisons
 from ppo_repro.analysis.iterations import own_iterations
-from ppo_repro.analysis.significance import finite_of, one_sample, t_interval
+from ppo_repro.analysis.mean_text import finite_of
+from ppo_repro.analysis.significance import one_sample, t_interval
 from ppo_repro.base.errors import UserError
 from ppo_repro.config.run import RunConfig
 from ppo_repro.records import reader

@@ -11,30 +11,10 @@ import numpy as np
 import pandas as pd
 
 from ppo_repro.analysis.grid_outcomes import MEASURES, Measure
-from ppo_repro.analysis.significance import Estimate, finite_of, holm, one_sample, t_interval, t_test
+from ppo_repro.analysis.mean_text import HALF_WIDTH, NOT_FINITE, mean_alone, mean_and_half_width
+from ppo_repro.analysis.significance import Estimate, holm, one_sample, t_interval, t_test
 from ppo_repro.base.errors import UserError
 from ppo_repro.records.grid import axes_of
-
-SPREAD = "mean ± half of the 95 % Student interval"
-
-
-def with_half_width(values: pd.Series, form: str = "{:.3f}") -> str:
-    """Return mean and half width of the 95 % Student interval as text; only the mean if the values do not vary.
-
-    Values that are not finite are counted and left out.
-    """
-    finite, others = finite_of(values)
-    if not len(finite):
-        return "not finite"
-    estimate = one_sample(finite)
-    half = t_interval(estimate, 0.95)[1] - estimate.mean
-    return form.format(estimate.mean) + ("" if math.isnan(half) else f" ± {form.format(half)}") + others
-
-
-def mean_text(values: pd.Series, form: str, nothing: str = "not finite") -> str:
-    """Return the mean as text, or `nothing`. Values that are not finite are counted and left out."""
-    finite, others = finite_of(values)
-    return form.format(finite.mean()) + others if len(finite) else nothing
 
 
 def measures_table(cells: pd.DataFrame, measure: str) -> pd.DataFrame:
@@ -46,7 +26,7 @@ def measures_table(cells: pd.DataFrame, measure: str) -> pd.DataFrame:
         row = {
             axes: point,
             "seeds": len(group),
-            f"{measure}, {SPREAD}": with_half_width(group[measure], MEASURES[measure].form),
+            f"{measure}, {HALF_WIDTH}": mean_and_half_width(group[measure], MEASURES[measure].form),
             **{other.name: _mean_of(other, group[other.name]) for other in others},
         }
         table.append({**row, "fingerprints": group["fingerprint"].nunique()})
@@ -55,7 +35,7 @@ def measures_table(cells: pd.DataFrame, measure: str) -> pd.DataFrame:
 
 def _mean_of(measure: Measure, values: pd.Series) -> str:
     has_none = measure.may_be_missing and bool(values.isna().all())
-    return mean_text(values, measure.form, "none" if has_none else "not finite")
+    return mean_alone(values, measure.form, "none" if has_none else NOT_FINITE)
 
 
 def _require_same_seeds(cells: pd.DataFrame) -> None:

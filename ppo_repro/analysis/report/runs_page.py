@@ -10,9 +10,9 @@ from pathlib import Path
 import pandas as pd
 
 from ppo_repro.analysis.grid_outcomes import incomplete_cells
-from ppo_repro.analysis.grid_table import SPREAD
 from ppo_repro.analysis.html.markup import Html, element, escape, sentence, share, table
 from ppo_repro.analysis.html.page import Card, Section, Statement, folded_table, page, scrolled
+from ppo_repro.analysis.mean_text import HALF_WIDTH
 from ppo_repro.analysis.report.data.folder_runs import FolderRuns, largest_possible, largest_recorded, read_folder
 from ppo_repro.analysis.report.data.metrics import ANY
 from ppo_repro.analysis.report.data.run_curves import OneRun
@@ -66,7 +66,7 @@ def _result_cards(runs: FolderRuns, lines: Sequence[Curves], forks: Sequence[str
     equal = curves.equal_curves(drawn)
     on_lines = [Statement("fact", text) for text in ([sentence(equal)] if equal else []) + [*forks]]
     sizes = runs.finals.groupby("point").size()
-    spread_of_seeds = SPREAD if sizes.min() >= curves.MANY_SEEDS else "mean (smallest to largest seed)"
+    spread_of_seeds = HALF_WIDTH if sizes.min() >= curves.MANY_SEEDS else "mean (smallest to largest seed)"
     results = scrolled(table(_means(runs), spread_of_seeds if sizes.max() > 1 else "one run of each setting"))
     if not runs.is_grid:
         return [Card(f"{title} of each setting", on_lines, [results], chart)]

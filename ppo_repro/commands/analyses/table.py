@@ -17,7 +17,7 @@ import pandas as pd
 
 from ppo_repro.analysis.grid_outcomes import ACCURACY, MEASURES, outcomes
 from ppo_repro.analysis.grid_table import comparisons, markdown, measures_table
-from ppo_repro.analysis.significance import with_interval
+from ppo_repro.analysis.mean_text import with_interval
 from ppo_repro.base.output import print_result
 
 

@@ -109,13 +109,13 @@ def settings_table(
     paired t-test, Holm's correction. `title` is the title of the measure's column.
     """
     table = comparisons(results.assign(point=results[axis]), measure, against)
-    compared = {row["point"]: row for row in table.to_dict("records")}
+    compared = {row.point: row for row in table.itertuples()}
     rows = []
     for point, cells in results.groupby(axis, sort=False):
         row = {axis: point, title: mean_and_interval(cells[measure]), f"minus {against}": "", "p, Holm": ""}
         if (other := compared.get(point)) is not None:
-            row[f"minus {against}"] = with_interval("{:+.3f}", other["difference"], other["ci_lo"], other["ci_hi"])
-            row["p, Holm"] = f"{other['p_holm']:.3f}"
+            row[f"minus {against}"] = with_interval("{:+.3f}", other.difference, other.ci_lo, other.ci_hi)
+            row["p, Holm"] = f"{other.p_holm:.3f}"
         for shown, (name, form) in columns.items():
             row[shown] = mean_and_interval(cells[name]) if form is None else mean_alone(cells[name], form)
         rows.append(row)

@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -254,23 +255,31 @@ def require_target_kl(target_kl: float) -> None:
         raise UserError(f"target_kl = {target_kl:g}: must be a positive number (nats per token)")
 
 
-def early_stop(by_step: pd.DataFrame, target_kl: float) -> pd.DataFrame:
-    """Return the steps of each iteration up to an early stop, at the first step whose estimate exceeds `target_kl`.
+class EarlyStop(NamedTuple):
+    """Where one estimate would have stopped the epochs of an iteration: a row of `early_stop`."""
 
-    The frame has one row per iteration and estimate, from the rows `all` of `clip_step`. The estimates are k1 and k3 of
-    KL(anchor || new), token means in nats. steps_taken includes the step that measured the estimate; without a stop it
-    counts all recorded steps. The records cannot say what would have followed a stop. Raises UserError for a target
-    that is not positive.
+    iteration: int
+    estimate: str  # of ESTIMATES
+    stopped: bool
+    steps_taken: int  # with the step that measured the estimate; all recorded steps without a stop
+    steps: int
+
+
+def early_stop(by_step: pd.DataFrame, target_kl: float) -> pd.DataFrame:
+    """Return an `EarlyStop` per iteration and estimate: it stops at the first step whose estimate exceeds `target_kl`.
+
+    The rows `all` of `clip_step` have the estimates, k1 and k3 of KL(anchor || new), token means in nats. The records
+    cannot say what would have followed a stop. Raises UserError for a target that is not positive.
     """
     require_target_kl(target_kl)
-    table = []
-    for iteration, group in _steps_taken(by_step).sort_values("step").groupby("iteration", sort=True):
+    stops = []
+    for _, group in _steps_taken(by_step).sort_values("step").groupby("iteration", sort=True):
+        iteration = int(group["iteration"].iloc[0])
         for estimate in ESTIMATES:
             above = np.flatnonzero(group[estimate].to_numpy() > target_kl)
             taken = int(above[0]) + 1 if len(above) else len(group)
-            row = {"stopped": bool(len(above)), "steps_taken": taken, "steps": len(group)}
-            table.append({"iteration": iteration, "estimate": estimate, **row})
-    return pd.DataFrame(table)
+            stops.append(EarlyStop(iteration, estimate, bool(len(above)), taken, len(group)))
+    return pd.DataFrame(stops, columns=EarlyStop._fields)
 
 
 def over_all_steps(by_step: pd.DataFrame) -> dict[str, float]:

@@ -6,6 +6,7 @@ A setting is one combination of the axes' labels; a cell is a setting with a see
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -15,6 +16,7 @@ from ppo_repro.analysis.mean_text import HALF_WIDTH, NOT_FINITE, mean_alone, mea
 from ppo_repro.analysis.significance import Estimate, holm, one_sample, t_interval, t_test
 from ppo_repro.base.errors import UserError
 from ppo_repro.records.grid import axes_of
+from ppo_repro.statistics.clusters import Floats
 
 
 def measures_table(cells: pd.DataFrame, measure: str) -> pd.DataFrame:
@@ -44,29 +46,41 @@ def _require_same_seeds(cells: pd.DataFrame) -> None:
         raise UserError(f"{point} and {seeds.index[0]} have different seeds; finish the grid with `ppo-repro grid`")
 
 
-def comparisons(cells: pd.DataFrame, measure: str, against: str) -> pd.DataFrame:
-    """Compare each setting with `against`, paired by seed.
+class Comparison(NamedTuple):
+    """A setting minus another one in a measure, paired by seed: a row of `comparisons`."""
 
-    Columns: point, difference (mean), ci_lo and ci_hi (95 % Student interval), p_value (paired t-test), p_holm (Holm's
-    correction over all settings). The numbers are NaN for a setting with a difference that is not finite. Raises
-    UserError for an unknown setting, or if the settings have different seeds.
+    point: str
+    difference: float  # mean
+    ci_lo: float  # 95 % Student interval
+    ci_hi: float
+    p_value: float  # paired t-test
+    p_holm: float  # Holm's correction over all settings
+
+
+def comparisons(cells: pd.DataFrame, measure: str, against: str) -> pd.DataFrame:
+    """Compare each setting with `against`, paired by seed, and return a `Comparison` per row.
+
+    The numbers are NaN for a setting with a difference that is not finite. Raises UserError for an unknown setting, or
+    if the settings have different seeds.
     """
     by_point = {str(point): group.set_index("seed")[measure] for point, group in cells.groupby("point", sort=False)}
     if against not in by_point:
         raise UserError(f"--against {against}: is not a setting of this grid; there are {'; '.join(by_point)}")
     _require_same_seeds(cells)
-    compared = []
-    for point, values in by_point.items():
-        if point == against:
-            continue
-        apart = (values - by_point[against]).to_numpy(np.float64)
-        estimate = one_sample(apart) if np.isfinite(apart).all() else Estimate(math.nan, math.nan, math.nan)
-        low, high = t_interval(estimate, 0.95)
-        numbers = {"difference": estimate.mean, "ci_lo": low, "ci_hi": high, "p_value": t_test(estimate)}
-        compared.append({"point": point, **numbers})
-    table = pd.DataFrame(compared)
-    table["p_holm"] = holm(table["p_value"].tolist()) if len(table) else []
-    return table
+    others = [point for point in by_point if point != against]
+    estimates = [_difference((by_point[point] - by_point[against]).to_numpy(np.float64)) for point in others]
+    p_values = [t_test(estimate) for estimate in estimates]
+    rows = [
+        Comparison(point, estimate.mean, *t_interval(estimate, 0.95), p_value, p_holm)
+        for point, estimate, p_value, p_holm in zip(others, estimates, p_values, holm(p_values), strict=True)
+    ]
+    # numbers also without a row, so that tables of several axes can be joined
+    numbers = dict.fromkeys(Comparison._fields[1:], "float64")
+    return pd.DataFrame(rows, columns=Comparison._fields).astype(numbers)
+
+
+def _difference(apart: Floats) -> Estimate:
+    return one_sample(apart) if np.isfinite(apart).all() else Estimate(math.nan, math.nan, math.nan)
 
 
 def markdown(table: pd.DataFrame) -> str:

@@ -18,7 +18,7 @@ import pandas as pd
 
 from ppo_repro.analysis import figures
 from ppo_repro.analysis.csv_text import csv_text
-from ppo_repro.analysis.grid_outcomes import ACCURACY, LAST, complete_cells, mismatch_of_cell
+from ppo_repro.analysis.grid_outcomes import ACCURACY, LAST_FEW, complete_cells, mismatch_of_cell
 from ppo_repro.analysis.grid_table import comparisons, markdown
 from ppo_repro.analysis.mean_text import mean_alone, mean_and_interval, with_interval
 from ppo_repro.analysis.significance import detectable, one_sample, tost
@@ -61,7 +61,7 @@ def outcome(run_dir: Path) -> dict[str, float]:
     tokens: number of response tokens. k3: estimate of KL(sampler || trainer), nats per token, all iterations.
     """
     rows = reader.read_iterations(run_dir)
-    last = rows.tail(LAST)
+    last = rows.tail(LAST_FEW)
     held_out = reader.read_evaluations(run_dir, columns=["iteration", "is_correct"])
     accuracy = held_out.groupby("iteration")["is_correct"].mean()
     return {

@@ -30,12 +30,12 @@ from ppo_repro.analysis.iterations import own_iterations
 from ppo_repro.base.errors import UserError
 from ppo_repro.records import reader
 from ppo_repro.records.folder import load_recorded_config
+from ppo_repro.records.logprob_pairs import KEY_IN_ITERATION
 from ppo_repro.statistics.clusters import Floats, effective_share
 from ppo_repro.statistics.kl import k1, k3
 
-TOKEN = ["sequence", "position"]
-STEP = ["epoch", "minibatch"]
-TOKEN_COLUMNS = [
+STEP_KEY = ["epoch", "minibatch"]
+CLIP_TOKEN_COLUMNS = [
     *("iteration", "sequence", "position", "rollout_logprobs", "old_logprobs", "entropies"),
     *("values", "advantages", "returns"),
 ]
@@ -52,7 +52,7 @@ class IterationRows:
     rule: ClipRule
     value_reach: float
     steps: pd.DataFrame  # epoch, minibatch in order
-    rows: pd.DataFrame  # rows of `updates` with TOKEN_COLUMNS of their token, and float64 log_ratios
+    rows: pd.DataFrame  # rows of `updates` with CLIP_TOKEN_COLUMNS of their token, and float64 log_ratios
 
 
 def join_tokens(tokens: pd.DataFrame, updates: pd.DataFrame, anchor: str) -> pd.DataFrame:
@@ -60,7 +60,7 @@ def join_tokens(tokens: pd.DataFrame, updates: pd.DataFrame, anchor: str) -> pd.
 
     The order of `updates` is kept. Raises UserError if a row has no token.
     """
-    rows = updates.merge(tokens, on=TOKEN, how="inner", validate="many_to_one")
+    rows = updates.merge(tokens, on=KEY_IN_ITERATION, how="inner", validate="many_to_one")
     if len(rows) != len(updates):
         raise UserError(f"{len(updates) - len(rows)} rows of updates have no row in tokens; the records are damaged")
     new = rows["new_logprobs"].to_numpy(np.float64)
@@ -90,13 +90,13 @@ def load_iterations(
         index = int(row["iteration"])
         rule = counted_rule(config.ppo, float(row["clip_range"]), band)
         one = [index]
-        tokens = reader.read_tokens(run_dir, iterations=one, columns=TOKEN_COLUMNS, recorded=recorded)
+        tokens = reader.read_tokens(run_dir, iterations=one, columns=CLIP_TOKEN_COLUMNS, recorded=recorded)
         updates = reader.read_updates(run_dir, iterations=one, recorded=recorded).drop(columns="iteration")
         yield IterationRows(
             iteration=index,
             rule=rule,
             value_reach=value_reach(config.value, float(row["return_scale"])),
-            steps=reader.read_steps(run_dir, iterations=one, columns=STEP, recorded=recorded),
+            steps=reader.read_steps(run_dir, iterations=one, columns=STEP_KEY, recorded=recorded),
             rows=join_tokens(tokens, updates, rule.anchor),
         )
 
@@ -179,7 +179,7 @@ def clip_step(item: IterationRows) -> pd.DataFrame:
     floor = clipped_at_start(policy, item.rule)
     policy = policy.join(token_flags(policy, item.rule)).assign(mass=surrogate_mass(policy), clip_floor=floor)
     moved = moved.join(value_flags(moved, item.value_reach))
-    policy_steps, value_steps = (rows.groupby(STEP).indices for rows in (policy, moved))
+    policy_steps, value_steps = (rows.groupby(STEP_KEY).indices for rows in (policy, moved))
     table = []
     for number, step in enumerate(zip(item.steps["epoch"], item.steps["minibatch"], strict=True)):
         key = {"iteration": item.iteration, "epoch": step[0], "minibatch": step[1], "step": number}

@@ -10,7 +10,7 @@ import pandas as pd
 from ppo_repro.analysis.iterations import own_iterations
 from ppo_repro.base.errors import UserError
 from ppo_repro.records import reader
-from ppo_repro.records.logprob_pairs import KEY, OPTIONAL, PAIR, pairs_of_iteration
+from ppo_repro.records.logprob_pairs import OPTIONAL, PAIR, TOKEN_KEY, pairs_of_iteration
 from ppo_repro.records.manifest import Manifest
 
 PAIRS = ("rollout_vs_old", "old_vs_first_new")
@@ -44,12 +44,12 @@ def run_pairs(
 
 
 def _old_and_first_new(run_dir: Path | str, recorded: Manifest, iteration: int) -> pd.DataFrame:
-    columns = [*KEY, "token_id", "old_logprobs", *OPTIONAL]
+    columns = [*TOKEN_KEY, "token_id", "old_logprobs", *OPTIONAL]
     tokens = reader.read_tokens(run_dir, iterations=[iteration], columns=columns, recorded=recorded)
     # clip_flag is null exactly where the policy takes no step; new_logprobs can also be a recorded NaN
-    columns = [*KEY, "epoch", "new_logprobs", "clip_flag"]
+    columns = [*TOKEN_KEY, "epoch", "new_logprobs", "clip_flag"]
     updates = reader.read_updates(run_dir, iterations=[iteration], columns=columns, recorded=recorded)
-    first = updates[(updates["epoch"] == 0) & updates["clip_flag"].notna()][[*KEY, "new_logprobs"]]
-    joined = tokens.merge(first, on=KEY, how="inner", validate="one_to_one").sort_values(KEY, ignore_index=True)
+    first = updates[(updates["epoch"] == 0) & updates["clip_flag"].notna()][[*TOKEN_KEY, "new_logprobs"]]
+    joined = tokens.merge(first, on=TOKEN_KEY, how="inner", validate="one_to_one")
     renamed = joined.rename(columns={"old_logprobs": "logprobs_a", "new_logprobs": "logprobs_b"})
-    return renamed[[*PAIR, *OPTIONAL]]
+    return renamed.sort_values(TOKEN_KEY, ignore_index=True)[[*PAIR, *OPTIONAL]]

@@ -14,7 +14,7 @@ from scipy import optimize, stats
 
 from ppo_repro.statistics.clusters import Floats
 
-DRAWS = 999
+SIGN_FLIP_DRAWS = 999
 POWER = 0.8
 
 
@@ -44,7 +44,7 @@ def require_finite_samples(*samples: Floats) -> None:
             raise ValueError("a sample must have at least one value, and only finite ones")
 
 
-def sign_flip(values: Floats, rng: np.random.Generator, draws: int = DRAWS) -> Permutation:
+def sign_flip(values: Floats, rng: np.random.Generator, draws: int = SIGN_FLIP_DRAWS) -> Permutation:
     """Test by sign changes H0: each value is as likely as its negative. The statistic is the mean, p is two-sided.
 
     The test takes all 2**n sign changes if they are at most `draws` + 1, and otherwise `draws` random sign changes

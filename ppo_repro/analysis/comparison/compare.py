@@ -39,7 +39,7 @@ def compare_runs(
     Args:
         rng: draws sign changes.
         margin: mean |delta| of `column` below which log-probs count as the same, nats.
-        column: the log-probs to compare, one of COLUMNS.
+        column: the log-probs to compare, one of LOGPROB_COLUMNS.
         iterations: iterations for the levels numeric and distribution; None for all.
 
     Returns:

@@ -23,7 +23,7 @@ from ppo_repro.statistics.clusters import Floats, Ratio
 from ppo_repro.statistics.draws import Draws
 
 SEQUENCES = ["iteration", "sequence", "response_length", "scores", "is_correct"]
-TOKENS = [*agreement.TOKENS, "entropies", "ref_kl", "cumulative_probs"]
+TOKENS = [*agreement.TOKENS_COMPARED, "entropies", "ref_kl", "cumulative_probs"]
 
 
 class Point(NamedTuple):

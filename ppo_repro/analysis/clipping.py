@@ -282,24 +282,44 @@ def early_stop(by_step: pd.DataFrame, target_kl: float) -> pd.DataFrame:
     return pd.DataFrame(stops, columns=EarlyStop._fields)
 
 
-def over_all_steps(by_step: pd.DataFrame) -> dict[str, float]:
-    """Return the numbers of a whole run, from the rows `all` of `clip_step`.
+class RunClipping(NamedTuple):
+    """What the clip did in a whole run. A mean without further words is over the token visits."""
 
-    n_tokens, n_steps, n_iterations: counts of token visits, steps and iterations
-    FLAGS, beyond_twice, clip_floor, k1, k3: means over the token visits
-    removed_min, removed_max, ratio_min, ratio_max: extremes over the steps
-    removed_mass: mean over the steps; NaN at the record level `lean`
-    """
+    n_tokens: int  # visits: a token counts once in each step
+    n_steps: int
+    n_iterations: int
+    outside: float  # means of FLAGS
+    clip_high: float
+    clip_low: float
+    wrong_high: float
+    wrong_low: float
+    outside_without_advantage: float
+    clip_dual: float
+    removed: float
+    beyond_twice: float
+    clip_floor: float
+    k1: float
+    k3: float
+    removed_min: float  # of a step
+    removed_max: float
+    ratio_min: float
+    ratio_max: float
+    removed_mass: float  # mean over the steps; NaN at the record level `lean`
+
+
+def over_all_steps(by_step: pd.DataFrame) -> RunClipping:
+    """Return the numbers of a whole run, from the rows `all` of `clip_step`."""
     steps = _steps_taken(by_step)
     averaged = (*FLAGS, "beyond_twice", "clip_floor", *ESTIMATES)
-    return {
-        "n_tokens": int(steps["n_tokens"].sum()),
-        "n_steps": len(steps),
-        "n_iterations": steps["iteration"].nunique(),
-        **{name: float(np.average(steps[name], weights=steps["n_tokens"])) for name in averaged},
-        "removed_min": float(steps["removed"].min()),
-        "removed_max": float(steps["removed"].max()),
-        "ratio_min": float(steps["ratio_min"].min()),
-        "ratio_max": float(steps["ratio_max"].max()),
-        "removed_mass": float(steps["removed_mass"].mean()),
-    }
+    means = {name: float(np.average(steps[name], weights=steps["n_tokens"])) for name in averaged}
+    return RunClipping(
+        n_tokens=int(steps["n_tokens"].sum()),
+        n_steps=len(steps),
+        n_iterations=steps["iteration"].nunique(),
+        removed_min=float(steps["removed"].min()),
+        removed_max=float(steps["removed"].max()),
+        ratio_min=float(steps["ratio_min"].min()),
+        ratio_max=float(steps["ratio_max"].max()),
+        removed_mass=float(steps["removed_mass"].mean()),
+        **means,
+    )

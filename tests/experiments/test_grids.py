@@ -163,7 +163,7 @@ def test_the_clip_floor_of_an_adaptive_clip_is_by_the_range_of_each_iteration(tm
     options = ("ppo.iterations=3", "ppo.epochs=1", "rollout.mismatch_sigma=0.3")  # an epoch visits each token once
     run_dir = tiny_run(tmp_path, *options, "ppo.objective={kind: adaptive_clip, target_kl: 1e-6}")
     assert reader.read_iterations(run_dir)["clip_range"].nunique() > 1
-    floor = over_all_steps(clip_tables(run_dir).by_step)["clip_floor"]
+    floor = over_all_steps(clip_tables(run_dir).by_step).clip_floor
     assert floor > 0
     assert mismatch_of_cell(run_dir).clip_floor == pytest.approx(floor)
 

@@ -52,7 +52,7 @@ def ratios_of(log_ratios: Floats) -> Floats:
         return np.exp(log_ratios)
 
 
-def sides(ratios: Floats | Float32, rule: ClipRule) -> tuple[Bool, Bool]:
+def _below_and_above(ratios: Floats | Float32, rule: ClipRule) -> tuple[Bool, Bool]:
     """Return which ratios [N] are below 1 - low, and which are above 1 + high, both bool [N].
 
     The bounds are rounded to the precision of the ratios, so recorded ratios have the bounds of training, float32.
@@ -63,7 +63,7 @@ def sides(ratios: Floats | Float32, rule: ClipRule) -> tuple[Bool, Bool]:
 
 def is_outside(ratios: Floats | Float32, rule: ClipRule) -> Bool:
     """Return which ratios [N] are outside the band of the rule, bool [N], whatever the advantage."""
-    below, above = sides(ratios, rule)
+    below, above = _below_and_above(ratios, rule)
     return below | above
 
 
@@ -79,7 +79,7 @@ def flags_of_ratios(ratios: Floats, advantages: Floats, rule: ClipRule) -> dict[
     clip_dual: r > dual and A < 0, only with a dual clip
     removed: clip_high, clip_low or clip_dual; the token has no policy gradient
     """
-    below, above = sides(ratios, rule)
+    below, above = _below_and_above(ratios, rule)
     up, down = advantages > 0, advantages < 0
     beyond = np.zeros(len(ratios), dtype=bool) if rule.dual is None else (ratios > rule.dual) & down
     return {

@@ -1,6 +1,6 @@
 """PPO on language models whose runs are reproducible to the last bit.
 
-The names below are loaded when they are first used; `import ppo_repro` alone loads neither torch nor pandas.
+The names below are loaded when they are first used. `import ppo_repro` alone loads neither torch nor pandas.
 """
 
 from importlib import import_module

@@ -95,7 +95,7 @@ class Completion:
 
 
 class Engine(Protocol):
-    """Samples responses with the present policy; every sampler of a run has this interface."""
+    """Samples responses with the present policy. Every sampler of a run has this interface."""
 
     def generate(
         self, requests: Sequence[Request], sampling: Sampling, dialogue: Dialogue | None = None

@@ -1,7 +1,7 @@
 """Compare the phases of PPO with stock float32: sampling, scoring, forward and backward pass, optimizer step.
 
 `python -m experiments.benchmarks.numerics` interleaves transformers and torch with both precisions of deterministic
-numerics, on the same weights and tokens, in one process. Stock sampling is `generate` with a dynamic cache; the stock
+numerics, on the same weights and tokens, in one process. Stock sampling is `generate` with a dynamic cache. The stock
 optimizer step is clip_grad_norm_ and fused AdamW. `--model FOLDER` takes a Llama from a folder instead of random
 weights. `--families` interleaves models of other families, in the same shape, with the Llama.
 """

@@ -38,7 +38,7 @@ def serve(folder: Path) -> None:
 
 
 def measure(name: str, rounds: int) -> list[Measured]:
-    """Measure one size; each candidate is a process, or several, with a folder of its own."""
+    """Measure one size. Each candidate is a process, or several, with a folder of its own."""
     size, module = SIZES[name], ["-m", "experiments.benchmarks.ranks", "--serve"]
     with tempfile.TemporaryDirectory() as text:
         one, two = Path(text, "one"), Path(text, "two")

@@ -72,7 +72,7 @@ def spread(values: Sequence[float]) -> Spread:
 def interleaved(
     candidates: Mapping[Name, Callable[[], Cost]], rounds: int, warm_ups: int = 1
 ) -> dict[Name, list[Cost]]:
-    """Return costs by candidate; each round runs all candidates once, so a slow moment of the machine affects all."""
+    """Return costs by candidate. Each round runs all candidates once, so a slow moment of the machine affects all."""
     costs: dict[Name, list[Cost]] = {name: [] for name in candidates}
     for index in range(warm_ups + rounds):
         for name, run in candidates.items():
@@ -125,7 +125,7 @@ def table(rows: Sequence[Measured]) -> str:
 
 
 def add_options(parser: argparse.ArgumentParser, rounds: int) -> None:
-    """Add the options that all benchmarks of speed have; `rounds` is the default number of rounds."""
+    """Add the options that all benchmarks of speed have. `rounds` is the default number of rounds."""
     parser.add_argument("--rounds", type=int, default=rounds, help=f"measured rounds (default {rounds})")
     parser.add_argument("--json", type=Path, help="also write the results to this file")
 

@@ -79,7 +79,7 @@ def prompt_ids(size: Size, count: int, stream: int = 0) -> list[tuple[int, ...]]
 
 
 def make_tokenizer(size: Size) -> PreTrainedTokenizerFast:
-    """Return a tokenizer with the word `w<i>` for token i; the last token is the end token, at which nothing stops."""
+    """Return a tokenizer with the word `w<i>` for token i. The last token is the end token, at which nothing stops."""
     words = {f"w{i}": i for i in range(size.vocabulary)}
     bare = Tokenizer(models.WordLevel(words, unk_token="w0"))
     bare.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -88,7 +88,7 @@ def make_tokenizer(size: Size) -> PreTrainedTokenizerFast:
 
 
 def write_folder(size: Size, folder: Path, prompts: int) -> None:
-    """Write model, tokenizer and `prompts.jsonl` with `prompts` prompts; every candidate starts from this folder."""
+    """Write model, tokenizer and `prompts.jsonl` with `prompts` prompts. Every candidate starts from this folder."""
     make_model(size).save_pretrained(folder)
     make_tokenizer(size).save_pretrained(folder)
     with (folder / "prompts.jsonl").open("w", encoding="utf-8") as file:

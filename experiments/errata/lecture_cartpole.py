@@ -53,7 +53,7 @@ def values_for_gae(values: Sequence[Tensor], next_value: Tensor) -> Tensor:
 
 
 def run_as_printed(seed: int = 0, episodes: int = 300, max_steps: int = 500, update_every: int = 2048) -> Printed:
-    """Run the printed training loop; it intends `max_steps` for one episode, but `steps` counts all episodes."""
+    """Run the printed training loop. It intends `max_steps` for one episode, but `steps` counts all episodes."""
     environments = Environments("CartPole-v1", 1, "errata", seed)
     agent = Agent(4, environments.actions, NetworkConfig(), "native", seed)
     noise = agent.distribution.noise(max_steps, 1, "errata actions", seed)

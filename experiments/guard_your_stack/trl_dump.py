@@ -4,7 +4,7 @@ The script needs TRL and imports nothing of ppo_repro.
 
     python trl_dump.py MODEL_FOLDER OUT.jsonl --prompts FILE --dtype bfloat16 --temperature 0.8 [--raw]
 
-The sampler is `generate` of transformers in TRL's `rollout_func`; the trainer's log-probs are the ones that TRL
+The sampler is `generate` of transformers in TRL's `rollout_func`. The trainer's log-probs are the ones that TRL
 computes before its first update. With --raw the sampler returns log-probs at temperature 1, as some servers do.
 """
 

@@ -1,7 +1,7 @@
 """Compute what a tokenizer can change in a KL divergence (E0), by exact sums over every possible string.
 
 p and q are two distributions over all strings of at most six letters a, b and space. A tokenizer cuts each string in
-one way; the probabilities of strings determine the conditionals of every token, including the end token. Then
+one way. The probabilities of strings determine the conditionals of every token, including the end token. Then
 
 * P1: over the tokens of a string, sum log p(token | before) / q(token | before) = log p(string) / q(string);
 * P2: KL over token sequences = KL over strings + E_p KL(p(cut | string) || q(cut | string)), by the chain rule, and

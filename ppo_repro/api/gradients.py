@@ -23,7 +23,7 @@ class RunningSums(GradientSums):
     """Gradient sums that continue from `grad`, and write `grad` as stock torch does: in place, or anew after None.
 
     If a parameter has one use, a new `grad` shares the memory of the sum. If a parameter has two uses, `grad` is the
-    sum of both uses' gradients; each use continues its own sum as long as `grad` is still the sum of both.
+    sum of both uses' gradients. Each use continues its own sum as long as `grad` is still the sum of both.
     """
 
     def __init__(self, parameters: Iterable[tuple[str, Tensor]]) -> None:
@@ -88,7 +88,7 @@ def _is_same(grad: Tensor | None, view: Tensor) -> bool:
 
 
 def _is_total(grad: Tensor | None, sums: Sequence[Tensor]) -> bool:
-    """Return whether `grad` is the sum of some tensors, added in order; a few rows at a time save memory."""
+    """Return whether `grad` is the sum of some tensors, added in order. A few rows at a time save memory."""
     if grad is None:
         return False
     parts = zip(grad.split(_ROWS), *(each.split(_ROWS) for each in sums), strict=True)

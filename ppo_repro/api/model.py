@@ -1,4 +1,4 @@
-"""Copy a transformers model by `deterministic`; no batch layout changes the copy's results."""
+"""Copy a transformers model by `deterministic`. No batch layout changes the copy's results."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ MAX_CONTEXT = 32768  # as of `numerics.max_context`
 
 @dataclass(frozen=True)
 class Layout:
-    """Batch of R rows of L positions, on the CPU; padding is token 0 at position 0."""
+    """Batch of R rows of L positions, on the CPU. Padding is token 0 at position 0."""
 
     input_ids: Tensor  # [R, L] int64
     position_ids: Tensor  # [R, L] int64, from 0 in each sequence
@@ -154,11 +154,11 @@ def deterministic(
     max_context: int | None = None,
     precision: Precision = "highest",
 ) -> PreTrainedModel:
-    """Copy an unmodified float32 causal model of transformers; no batch layout changes a bit of the copy's results.
+    """Copy an unmodified float32 causal model of transformers. No batch layout changes a bit of the copy's results.
 
     Call the copy as before: `model(input_ids, attention_mask, position_ids=, labels=, logits_to_keep=)`, all int64
     [R, L], padding before or after the tokens of a row. `position_ids` are needed for packing only: they count from 0
-    in each sequence. `.logits` are float32 [R, L, V], 0 at padding; `.loss` is the mean of -log p(label) in nats over
+    in each sequence. `.logits` are float32 [R, L, V], 0 at padding. `.loss` is the mean of -log p(label) in nats over
     the labels that count, or the sum over `num_items_in_batch`. `backward()` adds to `.grad`, sequence after
     sequence. After `.to("cuda")` the copy computes the same bits on a GPU. `threads` (of the whole process) is by
     default torch's number, `max_context` the model's, at most 32768. `precision="high"` computes the products of linear
@@ -199,7 +199,7 @@ def deterministic(
     copied.generate = partial(_no_generate, copied)
     copied.accepts_loss_kwargs = True  # transformers' Trainer then passes num_items_in_batch
     begin_pass(copied)
-    # makes tables, which may refuse the configuration; weights move now, before the caller can keep a view of one
+    # the network checks the configuration now, and weights move now, before the caller can keep a view of one
     cast(Network, network_of(copied)).model.fuse()
     library.set_threads(min(torch.get_num_threads(), MAX_THREADS) if threads is None else threads)
     return cast(PreTrainedModel, copied)
@@ -240,7 +240,7 @@ def logits_at(model: PreTrainedModel, layout: Layout, places: Tensor) -> Tensor:
 
 
 class _Sum(Function):
-    """Compute sum_t x_t, correctly rounded to float64, then to float32; each term has the gradient of the sum."""
+    """Compute sum_t x_t, correctly rounded to float64, then to float32. Each term has the gradient of the sum."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from ppo_repro.numerics.network import forget_packed
 AGAIN = "make a new model with ppo_repro.deterministic"
 _MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _WEIGHT_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
-# fields of a config that no pass reads: names, labels, how weights are made, a cache that `forward` refuses
+# fields of a config that no pass reads: names, labels, initialisation of weights, a cache that `forward` refuses
 _UNREAD = """
     _attn_implementation_internal _commit_hash _experts_implementation_internal _name_or_path architectures dtype
     id2label initializer_range label2id problem_type tie_word_embeddings transformers_version use_cache
@@ -178,7 +178,7 @@ class Ends(Function):
 
 
 def _state_of(model: PreTrainedModel) -> list[tuple[int, bool, int]]:
-    """Return what a backward pass needs unchanged of each parameter; the last number counts writes that torch sees."""
+    """Return what a backward pass needs unchanged of each parameter. The last number counts writes that torch sees."""
     return [(id(p), p.requires_grad, p._version) for p in model.parameters()]
 
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, repr=False)
 class Run:
-    """Recorded run; each property reads the run's folder again, because a run in progress changes.
+    """Recorded run. Each property reads the run's folder again, because a run in progress changes.
 
     At a Python prompt, a run shows its folder, state, results and fingerprint.
     """
@@ -81,7 +81,7 @@ class Run:
     def table(
         self, name: str, columns: Sequence[str] | None = None, iterations: Sequence[int] | None = None
     ) -> pd.DataFrame:
-        """Return the rows of a table, bit for bit, of all or some iterations; the run may be incomplete.
+        """Return the rows of a table, bit for bit, of all or some iterations. The run may be incomplete.
 
         Raises UserError for an unknown name, column or iteration, or if a file does not have its recorded digest.
         """
@@ -92,7 +92,7 @@ RunOrPath = Run | Path | str
 
 
 def open_run(path: RunOrPath) -> Run:
-    """Return the recorded run in a folder, complete or not; `latest` means the newest run in `runs`.
+    """Return the recorded run in a folder, complete or not. `latest` means the newest run in `runs`.
 
     Raises UserError if there is no run, or its manifest is damaged.
 
@@ -114,7 +114,7 @@ def open_run(path: RunOrPath) -> Run:
 def diff(a: RunOrPath, b: RunOrPath) -> Difference | None:
     """Return the first difference of two runs, in the order of computation; None if all bits are the same.
 
-    `.describe()` returns the difference as one line; its parts are `.table`, `.iteration`, `.column`, `.row`, `.left`,
+    `.describe()` returns the difference as one line. Its parts are `.table`, `.iteration`, `.column`, `.row`, `.left`,
     `.right`. Raises UserError if a file is missing or damaged, or the runs are of different kinds.
 
     Source: ppo_repro/records/README.md describes the digests that `diff` compares.

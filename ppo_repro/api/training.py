@@ -33,7 +33,7 @@ Reward = Callable[[str, str, str], float]
 
 
 def reward_path(reward: Reward | str, folder: Path) -> str:
-    """Return `FILE.py:FUNCTION` of a reward; a notebook's function is first written to a new file in `folder`.
+    """Return `FILE.py:FUNCTION` of a reward. A notebook's function is first written to a new file in `folder`.
 
     The new file has the function's source, and the imports and plain constants that the function uses. Raises UserError
     if the function uses anything else, because the file would not compute the same.

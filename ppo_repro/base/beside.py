@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
-# these names mean what they always mean, whatever lies beside a file
+# names that are never looked up beside a file
 _ELSEWHERE = frozenset(sys.stdlib_module_names) | {"ppo_repro"}
 
 

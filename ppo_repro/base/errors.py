@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 OUT_OF_MEMORY = "out of memory; `ppo-repro plan CONFIG` says for what, and what to change"
-# in the words of torch's CPU allocator, C++ and the system
+# words by which torch's CPU allocator, C++ and the system report it
 _OUT_OF_MEMORY = ("allocate memory", "not enough memory", "std::bad_alloc", "out of memory")
 
 
@@ -16,7 +16,7 @@ class UserError(Exception):
 
 
 class Mistakes(UserError):
-    """The user made several mistakes; `lines` has one line for each, and the message joins the lines."""
+    """The user made several mistakes. `lines` has one line for each, and the message joins the lines."""
 
     def __init__(self, lines: Sequence[str]) -> None:
         super().__init__("; ".join(lines))
@@ -24,7 +24,7 @@ class Mistakes(UserError):
 
 
 class FunctionFailed(UserError):
-    """A function of the user failed on an input of a run; `field` of the configuration names the function."""
+    """A function of the user failed on an input of a run. `field` of the configuration names the function."""
 
     def __init__(self, message: str, field: str) -> None:
         super().__init__(message)
@@ -32,7 +32,7 @@ class FunctionFailed(UserError):
 
 
 class OutOfMemory(UserError, MemoryError):
-    """Memory is full. What the kernels had computed in the call is lost; weights are as before."""
+    """Memory is full. What the kernels had computed in the call is lost. Weights are as before."""
 
 
 class PromiseBroken(Exception):
@@ -44,11 +44,11 @@ class NumericsError(UserError):
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM asked the process to end; a run ends as after Ctrl-C. Exit code 143."""
+    """SIGTERM asked the process to end. A run ends as after Ctrl-C. Exit code 143."""
 
 
 class RankLost(KeyboardInterrupt):
-    """Another process of this run is gone or does not answer; the run ends as after Ctrl-C. Exit code 3."""
+    """Another process of this run is gone or does not answer. The run ends as after Ctrl-C. Exit code 3."""
 
     EXIT_CODE = 3
 

@@ -69,7 +69,7 @@ def _has_mark(path: Path) -> bool:
 
 
 def require_ours(path: Path, is_ours: Callable[[Path], bool] = _has_mark) -> None:
-    """Raise UserError if `path` has no folder, or is a file that is not ours; `is_ours` may raise OSError."""
+    """Raise UserError if `path` has no folder, or is a file that is not ours. `is_ours` may raise OSError."""
     if not path.parent.is_dir():
         raise UserError(f"{path}: there is no folder {path.parent}; make it, or choose another file")
     try:

@@ -30,7 +30,7 @@ _CONSTANTS = {"NaN": float("nan"), "Infinity": float("inf"), "-Infinity": -float
 
 @dataclass(frozen=True)
 class Line:
-    """One line of a file; `where` is FILE:LINE for messages."""
+    """One line of a file. `where` is FILE:LINE for messages."""
 
     where: str
     number: int  # from 1
@@ -38,7 +38,7 @@ class Line:
 
 
 def read_lines(name: str, path: Path, constants: bool = False) -> Iterator[Line]:
-    """Yield the lines of a UTF-8 file that are not blank; a byte-order mark is skipped.
+    """Yield the lines of a UTF-8 file that are not blank. A byte-order mark is skipped.
 
     constants: accept NaN, Infinity and -Infinity as numbers, which some programs write although JSON has none.
     Raises UserError if the file (`name` in messages) cannot be read or is empty, or if a line is not a JSON object.

@@ -13,7 +13,7 @@ LATEST = "latest"
 
 
 def run_named(text: str | Path) -> Path:
-    """Return the path of a run folder; `latest` is the newest run in `runs`, unless a file here has that name.
+    """Return the path of a run folder. `latest` is the newest run in `runs`, unless a file here has that name.
 
     Raises ValueError if the text cannot be a path, UserError if there is no run.
     """

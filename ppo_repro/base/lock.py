@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from filelock import AcquireReturnProxy, UnixFileLock
 
 SUFFIX = ".lock"
-# how long a lock that names no living process of this machine must be held before it counts as held: a reader that
-# looks whether there is a holder has it for an instant, and a new holder needs an instant to say who it is
+# A lock that names no living process of this machine counts as held only after this time. A reader that looks for a
+# holder has the lock for an instant, and a new holder needs an instant to write its name.
 PATIENCE_SECONDS = 5.0
 LOOK_SECONDS = 0.01
 _HOLDER = re.compile(rb"process (\d+) on (\S+) since (\S+) by ([^\n]*)\n")
@@ -97,13 +97,13 @@ def locked_in(folder: Path) -> Iterator[Path]:
 
 
 def _lock_of(folder: Path) -> Path:
-    """Return the path of the lock file; every path to the folder gives the same one."""
+    """Return the path of the lock file. Every path to the folder gives the same one."""
     real = Path(os.path.realpath(folder))
     return real.with_name(real.name + SUFFIX)
 
 
 def _acquired(folder: Path, path: Path) -> AcquireReturnProxy[UnixFileLock]:
-    """Take the lock and write this process into its file as the holder; the end of the context releases it."""
+    """Take the lock and write this process into its file as the holder. The end of the context releases it."""
     from filelock import Timeout, UnixFileLock  # slower to import than all that readers need
 
     def sign(descriptor: int) -> None:
@@ -143,7 +143,7 @@ def _said(path: Path) -> bytes:
 
 
 def _is_ours(content: bytes) -> bool:
-    """Return whether a file may be the lock of an earlier process; a power cut can leave zeros."""
+    """Return whether a file may be the lock of an earlier process. A power cut can leave zeros."""
     return not content.strip(b"\0") or _HOLDER.fullmatch(content) is not None
 
 

@@ -21,13 +21,13 @@ SECONDS_TO_SPEAK = 2  # torchrun ends all processes when one ends: the one that 
 LONGEST_LINE = 1000  # characters of an error
 _SHOWN = 100  # characters of a text in a message
 LIKE = 0.65  # share of letters in common from which one word may be meant by another
-# `user:password@` or `token@`; people write passwords with slashes too, but digits and a slash are a port and a path
+# matches `user:password@` or `token@`; a password may have slashes, but digits and a slash are a port and a path
 _LOGIN = re.compile(r"(?<=\w:)//(?:[^\s/]{1,500}|[^\s/@:]{0,500}:(?!\d+/)\S{1,500})@")
 _PARAMETER = re.compile(
     r"([?&;](?:password|passwd|pwd|secret|token|access_token|api_key)=)[^\s&;\"'\\]+", re.IGNORECASE
 )
 _OPTION_NAME = r"--(?:[\w-]{0,50}[-_])?(?:api[-_]key|password|passwd|secret|token)"
-# `--api-key VALUE`, `--api-key=VALUE`, and both as words of a list
+# matches `--api-key VALUE`, `--api-key=VALUE`, and both as words of a list
 _OPTION = re.compile(rf"({_OPTION_NAME}(?:=|[\"']?,?\s+[\"']?))[^\s\"',\]]+", re.IGNORECASE)
 
 
@@ -158,7 +158,7 @@ def one_line(error: BaseException) -> str:
 
 
 def prepare_streams() -> None:
-    """Make stdout and stderr usable for any text; a closed stream is opened on the null device.
+    """Make stdout and stderr usable for any text. A closed stream is opened on the null device.
 
     Otherwise the next file that is opened would get the stream's number, and a library's prints would go into that
     file.

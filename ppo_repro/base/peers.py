@@ -1,7 +1,7 @@
 """Notice the end of any process of a run, on any machine, and end the others.
 
 Each process has a TCP connection to the first process, and sends over it why it ends. If a connection closes without
-such a message, its process was killed. The kernel closes the connection to a machine that answers no keepalive; a
+such a message, its process was killed. The kernel closes the connection to a machine that answers no keepalive. A
 process that computes, scores or waits for hours still answers. A process also ends when its torchrun ends.
 """
 

@@ -15,7 +15,7 @@ def program(work: Callable[[Sequence[str] | None], None]) -> Callable[..., int]:
 
     The exit code is 0 if the work is done or the reader of stdout has gone, 2 if an input is wrong, and 130 after
     Ctrl-C. `work` receives the arguments (None: the arguments of the process), parses them with `Parser`, and prints
-    with `tell`; both are in `ppo_repro.base.output`.
+    with `tell`. Both are in `ppo_repro.base.output`.
     """
 
     @wraps(work)

@@ -41,7 +41,7 @@ def bell(count: int, *name: int | str) -> NDArray[np.float64]:
 
 
 def sample_seed(run_seed: int, iteration: int, prompt_key: str, sample_index: int) -> int:
-    """Return the sampler's seed of one response, in [0, 2^63); every response of a run has another seed.
+    """Return the sampler's seed of one response, in [0, 2^63). Every response of a run has another seed.
 
     Args:
         run_seed: the seed of the run.

@@ -30,8 +30,7 @@ from ppo_repro.config.section import (
     default_kind,
 )
 
-# w = pi_old / pi_rollout below: of a token, of its whole response (the product over its tokens), or the geometric mean
-# of its response's.
+# Below, w is pi_old / pi_rollout of a token, or the product of these ratios over its response, or their geometric mean.
 RatioLevel = Literal["token", "sequence", "geometric"]
 DivergenceLevel = Literal["token", "sum", "mean", "max"]
 KLEstimator = Literal["k1", "k2", "k3", "exact"]

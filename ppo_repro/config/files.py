@@ -28,12 +28,12 @@ DPO: Final = "dpo"  # DPO on preference pairs
 AnyConfig = RunConfig | ControlConfig | DPOConfig
 Model = TypeVar("Model", bound=BaseModel)
 MODELS: dict[Kind, type[AnyConfig]] = {LANGUAGE: RunConfig, CONTROL: ControlConfig, DPO: DPOConfig}
-# the names of fields, because a tree is searched before anything in it is checked: a name has one type in all sections
+# Names of fields. A tree is searched by name before it is checked, so a name has one type in all sections.
 _TYPES = [pair for model in MODELS.values() for pair in types_of_fields(model)]
 PATHS, PROGRAMS, FOREIGN = (
     frozenset(name for name, declared in _TYPES if declared == wanted) for wanted in (PathText, ProgramText, Foreign)
 )
-# of each kind of file a field that no other kind has
+# fields by which a kind of file is known, because no other kind has them
 GRID: Final = "grid"
 KIND_OF_FIELD = {"rollout": LANGUAGE, "environment": CONTROL, "dpo": DPO, "axes": GRID, "base": GRID}
 _PACKAGE = Path(__file__).parent.parent

@@ -19,7 +19,7 @@ MAX_MISTAKES = 30  # lines that are printed; a screen holds no more
 LIMIT = "must be "  # how the limits of a value begin
 NEARLY = 0.8  # share of letters in common by which a field of another section may be meant
 
-# by pydantic's type of an error, with the limits that pydantic names beside it
+# messages by pydantic's type of an error, with the limits that pydantic gives
 MUST = {
     "int_type": "must be a whole number",
     "float_type": "must be a number",

@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from ppo_repro.config.section import Called, Count, Index, Many, Positive, ProgramText, Section
 
-# logits divided by it stay numbers of float32
+# within these limits logits / temperature are finite in float32
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-6, 1e6
 Temperature = Annotated[float, Field(ge=MIN_TEMPERATURE, le=MAX_TEMPERATURE)]
 TopP = Annotated[float, Field(gt=0, le=1)]
@@ -21,7 +21,7 @@ OWN_ARGUMENTS = (
     "--chunked-prefill-size", "--disable-radix-cache", "--enable-return-routed-experts", "--api-key",
     "--admin-api-key",
 )  # fmt: skip
-# what deterministic numerics are in SGLang; for others a user chooses them
+# flags that deterministic numerics set; with other numerics a user chooses them
 DETERMINISTIC_ARGUMENTS = ("--attention-backend", "--dtype", "--json-model-override-args", "--rl-on-policy-target")
 ServerUrl = Annotated[str, Field(pattern=r"^http://[^/?#@\s]+:\d+$")]
 

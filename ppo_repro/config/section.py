@@ -27,7 +27,7 @@ Count = Annotated[int, Field(ge=1, le=MAX_COUNT)]
 Index = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 Layers = Annotated[int, Field(ge=1, le=1024)]  # of a model made here; to lay out more takes minutes
 Width = Annotated[int, Field(ge=1, le=2**20)]  # of a model made here
-# MAX_WORKERS + 1 of c/threads.c. Not the cores of this machine: a run is repeated on others
+# MAX_WORKERS + 1 of c/threads.c. This machine's cores set no limit, because other machines may repeat the run.
 MAX_THREADS = 256  # of the kernels
 Threads = Annotated[int, Field(ge=1, le=MAX_THREADS)]
 Positive = Annotated[float, Field(gt=0, le=MAX_FLOAT, allow_inf_nan=False)]
@@ -49,7 +49,7 @@ def _known_device(name: str) -> str:
 
 
 Device = Annotated[str, AfterValidator(_known_device)]
-# a file or folder that a run reads: where it is copied, digested or brought to another machine is decided by this type
+# A file or folder that a run reads. By this type a run knows what to copy, to digest and to send to other machines.
 PathText = Annotated[str, Field(min_length=1), AfterValidator(check_path)]
 ProgramText = Annotated[PathText, "a program, looked up on PATH if it has no slash, and no input"]
 # Marks a field that a fork cannot change. Such a field decides the weights, the unit of values, or a fault of the first
@@ -83,7 +83,7 @@ def _word_or_function(value: object) -> str:
     return "function" if isinstance(value, dict | BaseModel) else "word"
 
 
-# of a field that names one of the package's methods, or is a function of the user's: a mistake is one of either
+# tags of a field that is a word or a user's function, so that a mistake is reported for the right one of the two
 WORD, FUNCTION, WORD_OR_FUNCTION = Tag("word"), Tag("function"), Discriminator(_word_or_function)
 
 

@@ -29,7 +29,7 @@ LabelNoise = Annotated[float, Field(ge=0, lt=0.5)]
 AnswerExtraction = Literal["exact", "last_number", "answer_tags"]
 Moment = Annotated[str, Field(pattern=r"^\d{4}-\d\d-\d\d(T\d\d:\d\d(:\d\d)?)?$")]
 PLACE = re.compile(r"\{(\w+)\}")  # of a field in a prompt template
-# what a template gets of the conversation, and what this package puts in place of the machine's
+# arguments that a template gets from the conversation or from this package, so that users cannot set them
 NOT_ARGUMENTS = (
     "messages", "add_generation_prompt", "continue_final_message", "conversations", "chat_template",
     "return_assistant_tokens_mask", "strftime_now", "raise_exception",
@@ -103,7 +103,7 @@ class VerlReward(Term):
     data_source: str = Field("", description="The data_source that the function is told.")
 
 
-# the terms that name a function of the user's
+# terms that name a user's function
 CalledReward = FunctionReward | TrlReward | VerlReward
 
 
@@ -216,7 +216,7 @@ class AnyTask(Section):
 class GeneratedTask(AnyTask):
     """Generated problems, for models that read plain text and answer in one turn."""
 
-    # not for the user to choose, as they are in a TextTask
+    # fixed here, but fields of a TextTask
     chat_template: ClassVar[bool] = False
     answer_extraction: ClassVar[AnswerExtraction] = "exact"
 

@@ -90,7 +90,7 @@ class _Copy:
 
 
 class Environments:
-    """The copies of one environment; `observations` [E, O] float32 are their current observations."""
+    """The copies of one environment. `observations` [E, O] float32 are their current observations."""
 
     def __init__(self, identifier: str, count: int, *name: int | str) -> None:
         """Make `count` copies at the start of their first episodes, seeded by `name`.
@@ -124,7 +124,7 @@ class Environments:
         self.observations = np.stack([self._reset(i) for i in range(count)]).astype(np.float32)
 
     def step(self, actions: NDArray[np.float32]) -> Transition:
-        """Take actions [E, A]; a copy whose episode ended is reset to the start of its next episode."""
+        """Take actions [E, A]. A copy whose episode ended is reset to the start of its next episode."""
         count = len(self.copies)
         transition = Transition(
             observations=np.empty_like(self.observations),

@@ -210,7 +210,7 @@ def compute_advantages(config: ControlConfig, rollout: Rollout, forward: Forward
 def update(
     state: ControlState, rollout: Rollout, forward: ForwardPass, advantages: Advantages, config: ControlConfig
 ) -> Iterator[MinibatchUpdate]:
-    """Take all optimizer steps of one iteration, in order; the weights of `state` change in place."""
+    """Take all optimizer steps of one iteration, in order. The weights of `state` change in place."""
     ppo, agent, raw, index = config.ppo, state.agent, advantages.raw_advantages, state.iteration
     learning_rate = ppo.learning_rate * rate_factor(ppo.learning_rate_schedule, index, ppo.iterations, 0)
     clip_range = ppo.clip_range * rate_factor(ppo.clip_range_schedule, index, ppo.iterations, 0)

@@ -63,7 +63,7 @@ class Categorical(nn.Module):
     def sample(self, outputs: Tensor, noise: Tensor) -> Tensor:
         """Draw actions [n, A] from outputs [n, outputs] and the noise of the same rows."""
         require_finite(outputs)
-        # argmax of NumPy, which names the first of equal ones
+        # NumPy's argmax returns the first of equal numbers
         drawn = (outputs.detach().to(torch.float64) + noise).numpy().argmax(-1)
         return torch.from_numpy(drawn.astype(np.float32))[:, None]
 
@@ -175,7 +175,7 @@ class Agent(nn.Module):
     """The policy (`actor` and `distribution`) and the value model (`critic`)."""
 
     def __init__(self, observation_size: int, actions: Actions, network: NetworkConfig, mode: Mode, seed: int) -> None:
-        """Draw the weights of policy and value network; `seed` is the run's seed."""
+        """Draw the weights of policy and value network. `seed` is the run's seed."""
         super().__init__()
         self.mode = mode
         self.distribution: Categorical | DiagonalGaussian

@@ -22,7 +22,7 @@ class Executor(Protocol):
     """Interface of the executors, which run cells in any order."""
 
     def check(self) -> None:
-        """Raise UserError if no cell could run; nothing has been written by then."""
+        """Raise UserError if no cell could run. Nothing has been written by then."""
         ...
 
     def run(self, orders: Sequence[Order]) -> Results:
@@ -37,7 +37,7 @@ class Processes:
     workers: int
 
     def check(self) -> None:
-        """Raise UserError if no cell could run; nothing has been written by then."""
+        """Raise UserError if no cell could run. Nothing has been written by then."""
 
     def run(self, orders: Sequence[Order]) -> Results:
         waiting, live = deque(orders), dict[Order, tuple[subprocess.Popen[bytes], float]]()

@@ -1,7 +1,7 @@
 """Run a grid: lay out its cells, run the cells that are not complete, write the tables.
 
 `cells.parquet` has one row per cell in any state, and changes when a cell ends. `results.parquet` has one row per
-iteration of each complete cell: the columns of the cell, then the columns of the table `iterations`; it is written when
+iteration of each complete cell: the columns of the cell, then the columns of the table `iterations`. It is written when
 the grid begins and ends.
 """
 
@@ -36,7 +36,7 @@ from ppo_repro.runs.run import NO_TRACKING
 
 SHOWN = ("final.eval_accuracy", "final.eval_score")  # columns of the printed table
 SHOWN_FIELDS = 8  # of a configuration that has changed
-# the parts of an environment that can change results, and parts that change only the results of some cells
+# parts of an environment that can change every result, and parts that can change results of some cells only
 CHANGING = ("code_digest", "python", "packages")
 OF_MACHINE = ("machine", "cpu_capability", "torch_build")
 

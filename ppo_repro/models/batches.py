@@ -30,7 +30,7 @@ class TokenBatch:
         return self.sequences.rows.select(self.predictors)
 
     def with_sums(self, sums: GradientSums | None) -> TokenBatch:
-        """Return the same batch; a backward pass adds the gradients of weights to `sums`."""
+        """Return the same batch. A backward pass adds the gradients of weights to `sums`."""
         return replace(self, sequences=self.sequences.with_sums(sums))
 
 
@@ -73,7 +73,7 @@ class MicroBatch:
     tokens: Tensor
 
     def with_sums(self, sums: GradientSums | None) -> MicroBatch:
-        """Return the same micro-batch; a backward pass adds the gradients of weights to `sums`."""
+        """Return the same micro-batch. A backward pass adds the gradients of weights to `sums`."""
         return replace(self, batch=self.batch.with_sums(sums))
 
 
@@ -85,7 +85,7 @@ def micro_batches(
     replay: bool = False,
     slots: Ints | None = None,
 ) -> list[MicroBatch]:
-    """Lay out some sequences of a rollout in micro-batches; the list is empty without sequences.
+    """Lay out some sequences of a rollout in micro-batches. The list is empty without sequences.
 
     Args:
         rollout: N response tokens.

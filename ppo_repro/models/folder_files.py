@@ -26,7 +26,7 @@ MAX_LEFT_OUT = 4  # times as many weights as the files have: a head and an embed
 _TEMPLATES = "additional_chat_templates"
 _KINDS = {stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
 _DTYPES = {"F32", "F16", "BF16"}
-# masks and frequencies that older versions saved; they are computed today
+# masks and frequencies, which older versions of transformers saved and newer ones compute
 NOT_WEIGHTS = re.compile(r"\.(attn|attention)\.(masked_)?bias$|\.rotary_emb\.inv_freq$|(^|\.)position_ids$")
 
 
@@ -70,7 +70,7 @@ def _check_files(folder: Path, where: str) -> None:
 
 
 def _how_to_get(folder: Path) -> str:
-    """Return a hint for a folder that does not exist; a path of two names may be a model of the Hub."""
+    """Return a hint for a folder that does not exist. A path of two names may be a model of the Hub."""
     named = folder.relative_to(Path.cwd()).parts if folder.is_relative_to(Path.cwd()) else folder.parts
     if len(named) != 2 or folder.parent.is_dir():
         return "; give the folder of a model on this machine"

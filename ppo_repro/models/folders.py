@@ -119,7 +119,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
 
 
 def named_weights(module: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters of a module by name, without gradients; tied parameters appear once."""
+    """Return the parameters of a module by name, without gradients. Tied parameters appear once."""
     return {name: parameter.detach() for name, parameter in module.named_parameters()}
 
 
@@ -152,7 +152,7 @@ def save_value_model(parameters: Mapping[str, Tensor], config: PretrainedConfig 
         write_tensors(temporary / VALUE_TENSORS, parameters, _FORMAT)
         if config is not None:
             trunk = copy.deepcopy(config)
-            trunk.architectures = None  # of a trunk that was loaded, the class of the policy's folder
+            trunk.architectures = None  # a loaded trunk still names the class of the policy's folder
             trunk.save_pretrained(temporary)
         write_sums(temporary)
 

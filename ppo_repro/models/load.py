@@ -38,7 +38,7 @@ from ppo_repro.numerics.ranges import check_ranges
 from ppo_repro.tasks.tokenizer import special_tokens
 
 _EXACT_IN_FLOAT32 = (torch.float32, torch.float16, torch.bfloat16)
-_EVERY_KIND = "a 7\n\u00e9\u4e2d\U0001f600"  # of characters
+_EVERY_KIND = "a 7\n\u00e9\u4e2d\U0001f600"  # one character of each kind that a tokenizer may treat in its own way
 AutoClass = type[AutoModelForCausalLM] | type[AutoModelForSequenceClassification]
 
 
@@ -66,7 +66,7 @@ def load_as(
     count = check_weights(folder, where)
     check_size(expected, count, where)
     tokenizer = _load_tokenizer(folder, config.vocab_size, where)
-    with reading(where):  # what it would say is an error here
+    with reading(where):  # transformers stays silent, because its warnings are errors here, see `_check_tensors`
         loaded: Any = auto_class.from_pretrained(
             folder,
             dtype=torch.float32,
@@ -103,7 +103,7 @@ def _check_tensors(model: PreTrainedModel, report: dict[str, Any], where: str) -
     for name in sorted(report["unexpected_keys"]):
         raise UserError(f"{where}: has a tensor {name}, which a model of its config.json does not have; restore it")
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    # transformers unties a saved head that differs
+    # if the files have a head that differs from the embedding, transformers unties the two
     if head is not None and model.config.tie_word_embeddings and head.weight is not embedding.weight:
         raise UserError(f"{where}: has a head of its own, and tie_word_embeddings in its config.json; set it to false")
     for name, parameter in model.named_parameters():
@@ -117,7 +117,7 @@ def _load_tokenizer(folder: Path, vocab_size: int, where: str) -> PreTrainedToke
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         tokenizer.decode(tokenizer(_EVERY_KIND)["input_ids"])  # a part that is missing shows when it is needed
         special_tokens(tokenizer)
-        # some classes add tokens that their models lack: a prompt that uses one is refused where it is read
+        # some tokenizers add tokens that their models lack; a prompt with such a token is refused when it is read
         added = tokenizer.get_added_vocab()
         own = [(token, i) for token, i in tokenizer.get_vocab().items() if token not in added]
     if not own:
@@ -129,7 +129,7 @@ def _load_tokenizer(folder: Path, vocab_size: int, where: str) -> PreTrainedToke
 
 
 def read_model_config(folder: Path, classes: Sequence[type[PreTrainedModel]], where: str) -> PretrainedConfig:
-    """Return the configuration of a model folder; only config.json is needed. Raises the UserErrors of `load_as`."""
+    """Return the configuration of a model folder. Only config.json is needed. Raises the UserErrors of `load_as`."""
     return _read_config(folder, classes, where)[0]
 
 

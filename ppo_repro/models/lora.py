@@ -1,7 +1,7 @@
 """Low-rank adapters that are always merged, so that sampler and trainer still agree on every bit. Hu et al., 2022.
 
 The model has the merged weights W' = W + s B A, A [r, K], B [N, r], and every forward pass uses W'. Other
-implementations compute x W^T + s (x A^T) B^T in training, and merge for generation; the two results round differently.
+implementations compute x W^T + s (x A^T) B^T in training, and merge for generation. The two results round differently.
 A backward pass collects the gradient of W' as in full training. The optimizer steps on A and B and merges again. That
 saves optimizer moments and checkpoint size, but no gradient memory.
 
@@ -77,7 +77,7 @@ class Lora:
         return {**self.factors(), **self.whole}
 
     def _product(self, a: Tensor, b: Tensor) -> Tensor:
-        """Multiply [M, N] by [N, K]: sum_n a[m, n] b[n, k]; deterministic numerics use the rule of linear layers."""
+        """Multiply [M, N] by [N, K]: sum_n a[m, n] b[n, k]. Deterministic numerics use the rule of linear layers."""
         return product(a, PackedMatrix([b.contiguous()], Packing(), transposed=True)) if self.deterministic else a @ b
 
     @torch.no_grad()
@@ -224,7 +224,7 @@ def share_frozen(model: Adaptable, base: PreTrainedModel, lora: Lora) -> Lora:
 
 
 def _require_same_bits(name: str, ours: Tensor, theirs: Tensor) -> None:
-    # as integers: zeros of two signs are different bits
+    # compared as integers, because +0 and -0 are different bits
     if ours.shape != theirs.shape or not torch.equal(
         ours.detach().view(torch.int32), theirs.detach().view(torch.int32)
     ):

@@ -67,7 +67,7 @@ def in_dtype(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
 def make_value_model(
     source: PreTrainedModel, mode: Mode, max_context: int, seed: int, precision: Precision = "highest"
 ) -> ValueModel:
-    """Make a value model whose trunk starts as the policy's; the head's weights are bell-shaped, std 0.1 / sqrt(H).
+    """Make a value model whose trunk starts as the policy's. The head's weights are bell-shaped, std 0.1 / sqrt(H).
 
     Args:
         source: an unmodified float32 model, which is copied.
@@ -94,13 +94,13 @@ def draw_head(weight: Tensor, name: str, seed: int) -> None:
 
 
 def checkpoint_gradients(trunk: PreTrainedModel) -> None:
-    """Let the trunk keep no activations inside decoder layers; its backward pass computes them again."""
+    """Let the trunk keep no activations inside decoder layers. Its backward pass computes them again."""
     if is_deterministic(trunk):
         set_recompute(trunk, True)
         return
     for layer in decoder_layers(trunk):
         layer.gradient_checkpointing = True
-        # the forward draws no random number, so there is no generator state to restore
+        # the forward pass draws no random numbers, so there is no generator state to restore
         recompute = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
         layer._gradient_checkpointing_func = recompute  # type: ignore[assignment]
 
@@ -167,7 +167,7 @@ def sequence_scores(
         slots: [S + 1] as in `Rows`, for a pass with gradients; None without gradients.
         sums: receive the gradients of weights.
     """
-    # the token after the last one is no input
+    # `lay_out` scores a response, so each sequence gets one token, which is no input
     batch = lay_out(sequences, [(0,)] * len(sequences), padding, slots=slots).with_sums(sums)
     hidden = hidden_states(trunk_of(classifier), batch)
     return scalar(cast(nn.Linear, classifier.score), hidden, batch.rows, lowered_of(classifier))

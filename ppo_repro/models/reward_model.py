@@ -21,7 +21,7 @@ from ppo_repro.numerics.families import CLASSIFIER_OF, trunk_of
 def make_reward_model(
     source: PreTrainedModel, mode: Mode, max_context: int, seed: int, precision: Precision = "highest"
 ) -> PreTrainedModel:
-    """Make a reward model from the trunk of a causal model; its head is bell-shaped, std 0.1 / sqrt(H).
+    """Make a reward model from the trunk of a causal model. Its head is bell-shaped, std 0.1 / sqrt(H).
 
     Args:
         source: an unmodified float32 model, which is copied.

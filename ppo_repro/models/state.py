@@ -118,7 +118,7 @@ class TrainState:
 
     @cached_property
     def _digesters(self) -> ThreadPoolExecutor:
-        """Return the threads that compute digests, as many as the kernels have; they end with the state."""
+        """Return the threads that compute digests, as many as the kernels have. They end with the state."""
         return ThreadPoolExecutor(library.load().threads, "digests")
 
     def free_sampler_memory(self) -> None:

@@ -116,7 +116,7 @@ def _computed_again(model: PreTrainedModel, module: Module, dtype: torch.dtype, 
         fresh: Module = kind(module.config).to(device)
         return fresh
     memo: dict[int, Any] = {id(p): Parameter(p.detach().to("meta"), False) for p in module.parameters()}
-    module_copy = copy.deepcopy(module, memo | {id(model.config): model.config})  # of which no weight can be written
+    module_copy = copy.deepcopy(module, memo | {id(model.config): model.config})  # without memory for weights
     for name in _constants(module):
         old = module._buffers[name]
         assert old is not None

@@ -19,7 +19,7 @@ from ppo_repro.numerics.library import Kernels
 from ppo_repro.numerics.shards import STRETCH, Shards, divided
 from ppo_repro.numerics.weights import copy_named, require_same_names, require_same_shapes
 
-_CLIP_EPS = 1e-6  # torch's, in clip_grad_norm_
+_CLIP_EPS = 1e-6  # as in torch's clip_grad_norm_
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,7 @@ class OptimizerState:
 
     first: Mapping[str, Tensor]  # AdamW first moments, float32
     second: Mapping[str, Tensor]  # second moments
-    steps: Mapping[str, int]  # that each parameter has taken
+    steps: Mapping[str, int]  # number of steps that each parameter has taken
     factors: Mapping[str, Tensor] = field(default_factory=dict)  # of low-rank adapters
 
 
@@ -56,7 +56,7 @@ def power(base: float, exponent: int) -> float:
 
 
 def step_constants(s: AdamWSettings, norm: float, steps: int) -> Struct:
-    """Compute the constants of step number `steps` in float64; each is rounded once to float32."""
+    """Compute the constants of step number `steps` in float64. Each is rounded once to float32."""
     constants = dict(
         clip=min(1.0, (s.max_grad_norm or math.inf) / (float(ffi.cast("float", norm)) + _CLIP_EPS)),
         beta1=s.beta1,
@@ -72,7 +72,7 @@ def step_constants(s: AdamWSettings, norm: float, steps: int) -> Struct:
 
 
 class AdamW:
-    """Clipping and AdamW by the C kernels, for named float32 parameters; each rank has the moments of its shards."""
+    """Clipping and AdamW by the C kernels, for named float32 parameters. Each rank has the moments of its shards."""
 
     def __init__(self, parameters: Mapping[str, Tensor], shards: Shards | None = None) -> None:
         """Begin with moments of zero; without `shards` this process owns all elements."""
@@ -102,14 +102,14 @@ class AdamW:
         self.steps += 1
         kernels_of(device).adamw(tensors, len(tensors), step_constants(settings, norm, self.steps))
         self.shards.spread({name: p.detach().view(-1) for name, p in self.parameters.items()})
-        # packed copies of weights are outdated when these counters change
+        # a change of these counters tells `PackedMatrix.prepare` to pack the weights again
         torch.autograd.graph.increment_version(self.parameters.values())
         return norm
 
     def _norm(self, tensors: Any, kernels: Kernels) -> float:
         """Compute the norm of all gradients, on every rank. Raises NumericsError if it is not finite in float32."""
         counts = [-(-tensor.n // STRETCH) for tensor in tensors]
-        own = np.full(sum(counts), np.nan)  # stays where the kernels write nothing
+        own = np.full(sum(counts), np.nan)  # a stretch that the kernels did not write stays NaN
         kernels.gradient_squares(tensors, len(tensors), ffi.from_buffer("double[]", own))
         of_ranks = self.shards.ranks.everyone(np.split(own, np.cumsum(counts)[:-1]))
         total = 0.0
@@ -124,7 +124,7 @@ class AdamW:
         return norm
 
     def state(self) -> OptimizerState:
-        """Return the state, whole on the first rank, and without moments on others; every rank calls this method."""
+        """Return the state, whole on the first rank, and without moments on others. Every rank calls this method."""
         steps = dict.fromkeys(self.parameters, self.steps)
         return OptimizerState(first=self._whole(self.first), second=self._whole(self.second), steps=steps)
 
@@ -137,7 +137,7 @@ class AdamW:
     def load(self, state: OptimizerState) -> None:
         """Continue from whole moments.
 
-        Raises ValueError for parameters that one side lacks, or that have steps of their own.
+        Raises ValueError if one side lacks a parameter, or if two parameters have taken different numbers of steps.
         """
         require_same_names(self.parameters, state.steps, "steps of")
         steps, by_steps = max(state.steps.values(), default=0), sorted(state.steps, key=state.steps.__getitem__)
@@ -168,7 +168,7 @@ class NativeAdamW:
             eps=settings.eps,
             weight_decay=settings.weight_decay,
         )
-        # as torch does at a parameter's first gradient; some parameters never have one
+        # torch makes this state at a parameter's first gradient, and some parameters never get one
         for p in self.parameters.values():
             moments = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
             self.adamw.state[p] = {"step": torch.zeros(()), **moments}

@@ -24,7 +24,7 @@ class Attached:
 
 
 def attached_to(module: nn.Module) -> Attached:
-    """Return what is attached to a module."""
+    """Return the `Attached` of a module. The first call makes an empty one."""
     attached = vars(module).get("_attached")
     if not isinstance(attached, Attached):
         attached = Attached()
@@ -33,7 +33,7 @@ def attached_to(module: nn.Module) -> Attached:
 
 
 def attached_in(model: nn.Module) -> Iterator[Attached]:
-    """Yield what is attached to the modules of a model."""
+    """Yield the `Attached` of each module of a model that has one."""
     for module in model.modules():
         if "_attached" in vars(module):
             yield attached_to(module)

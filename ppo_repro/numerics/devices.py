@@ -1,6 +1,6 @@
 """Choose the kernels for a device: the kernels of this CPU, or of one NVIDIA GPU.
 
-The library for a GPU (`c/gpu/host.c`) has the functions of the CPU's library. Tensors are on the GPU; the calling
+The library for a GPU (`c/gpu/host.c`) has the functions of the CPU's library. Tensors are on the GPU. The calling
 thread only starts kernels. A process computes on one GPU.
 """
 
@@ -24,7 +24,7 @@ class Card(Kernels):
     """Functions of `c/interface.h` on one GPU. Every call uses torch's current stream."""
 
     def __init__(self, functions: Any, facts: Any, index: int) -> None:
-        """Wrap the functions of the GPU's library; `facts` has name, capability and driver of the GPU."""
+        """Wrap the functions of the GPU's library. `facts` has name, capability and driver of the GPU."""
         super().__init__(functions)
         self.index = index
         self.name = ffi.string(facts.name).decode()
@@ -81,7 +81,7 @@ def open_card(index: int, driver: str) -> Card:
 
 
 def card(index: int = 0) -> Card:
-    """Return the GPU of this process; the first call opens it. Raises UserError for a second GPU."""
+    """Return the GPU of this process. The first call opens it. Raises UserError for a second GPU."""
     if _open.card is None:
         if torch.version.cuda is None:
             raise UserError(f"layout.device = cuda: torch {torch.__version__} was built without CUDA; install another "

@@ -22,7 +22,7 @@ from ppo_repro.numerics.ranges import check_ranges
 
 
 class FamilyNames(NamedTuple):
-    """Names of a family for the parts of its trunk and for fields of its config; the defaults are Llama's names."""
+    """Names of a family for the parts of its trunk and for fields of its config. The defaults are Llama's names."""
 
     layers: str = "layers"
     embedding: str = "embed_tokens"
@@ -177,12 +177,12 @@ MIXTURES = tuple(family.mixture for family in FAMILIES.values() if family.mixtur
 
 
 def trunk_of(model: PreTrainedModel) -> PreTrainedModel:
-    """Return the transformer below the head; families name it `model`, `transformer` or `gpt_neox`."""
+    """Return the transformer below the head. Families name it `model`, `transformer` or `gpt_neox`."""
     return cast(PreTrainedModel, model.base_model)
 
 
 def head_of(model: PreTrainedModel) -> nn.Module:
-    """Return the language-model head of a causal model; families name it `lm_head` or `embed_out`."""
+    """Return the language-model head of a causal model. Families name it `lm_head` or `embed_out`."""
     return cast(nn.Module, model.get_output_embeddings())
 
 

@@ -1,9 +1,10 @@
 """Manage the memory of a minibatch's gradients: partial sums by slots of sequences, to which the kernels add.
 
-Sequence i of S is in slot ((i + 1) slots - 1) // S. A slot's sum is a chain over its sequences; slots are joined as the
-binary tree ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)). So micro-batches and processes never change a bit. Between two
-micro-batches, memory has a binary counter of subtrees: at most log2(slots) + 1 arrays, or one if there is one backward
-pass.
+Sequence i of S is in slot ((i + 1) slots - 1) // S. A slot's sum is a chain over its sequences. The slots are joined as
+the binary tree ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)). So micro-batches and processes never change a bit.
+
+Between two micro-batches, memory has an array for each subtree that waits: at most log2(slots) + 1 arrays. With one
+backward pass there is one array.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class SlotSums:
     """Gradients of one use of some parameters. A parameter that is used twice has two sums, joined at the end."""
 
     def __init__(self, groups: Sequence[Group], slots: int) -> None:
-        self._alive = [p for group in groups for p in group]  # their ids are keys
+        self._alive = [p for group in groups for p in group]  # keeps the parameters alive, because their ids are keys
         self.parameters = [p for p in self._alive if p.requires_grad]
         self.device = self._alive[0].device
         for p in self.parameters:
@@ -62,7 +63,7 @@ class SlotSums:
 
     def begin(self) -> None:
         """Forget all sums."""
-        self._slot, self._is_open = 0, False  # the first slot that is not whole, and whether level 0 has a part of it
+        self._slot, self._is_open = 0, False  # first incomplete slot; whether level 0 has a part of it
 
     def release(self) -> None:
         """Free the memory of all sums."""
@@ -135,7 +136,7 @@ class GradientSums:
     """Gradients of a module's parameters over one minibatch, summed over its backward passes and over ranks."""
 
     def __init__(self, parameters: Iterable[tuple[str, Tensor]], slots: int, shards: Shards | None = None) -> None:
-        """Collect gradients in `slots` slots of this rank, a power of two; only trained parameters have gradients.
+        """Collect gradients in `slots` slots of this rank, a power of two. Only trained parameters have gradients.
 
         Without `shards` this process owns all gradients.
         """
@@ -149,7 +150,7 @@ class GradientSums:
         self._used: set[_Key] = set()  # since `begin`
 
     def sums_for(self, label: str, *groups: Group) -> SlotSums:
-        """Return the sums of one use of some parameters; two uses of a parameter need different labels."""
+        """Return the sums of one use of some parameters. Two uses of a parameter need different labels."""
         key = label, tuple(tuple(self._names[id(p)] for p in group) for group in groups)
         if key not in self._slot_sums:
             self._slot_sums[key] = self.make_sums(groups)

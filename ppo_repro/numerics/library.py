@@ -21,8 +21,8 @@ from ppo_repro.numerics.build import Platform, Variant
 from ppo_repro.numerics.interface import Struct, constants, ffi
 
 CHOICE = "PPO_REPRO_KERNELS"
-# of known_answer() in C, as tests/numerics/known_answer.py computes it by the definition: a change of a number is a
-# change of results in its precision, unless known_answer() computes something else
+# The results of known_answer() in C. tests/numerics/known_answer.py computes them by the definition. If a number must
+# change, results of its precision have changed, unless known_answer() itself computes something else.
 KNOWN_ANSWER = 0x9D228E3BE09FEDBB
 KNOWN_ANSWER_HIGH = 0x45C94D70167ADF9A
 KNOWN_ANSWERS = {constants.PRECISION_HIGHEST: KNOWN_ANSWER, constants.PRECISION_HIGH: KNOWN_ANSWER_HIGH}
@@ -32,19 +32,18 @@ MEND = "run `make setup` or `pip install -e .` in a checkout, or install the whe
 
 
 class Kernels:
-    """Functions of `c/interface.h` in one library.
+    """The C functions of one library, by their names in `c/interface.h`.
 
-    Calls take turns, because there is one pool of threads and one memory.
-
-    A call releases the interpreter, so other Python threads run meanwhile; a second call waits for the first. A call
-    raises OutOfMemory if memory is full, UserError if a GPU refuses an operation; the next call computes as before.
+    A call releases the interpreter, so other Python threads run meanwhile. A second call waits for the first, because
+    there is one pool of threads and one memory. A call raises OutOfMemory if memory is full, and UserError if a GPU
+    refuses an operation. The next call computes as before.
     """
 
     def __init__(self, functions: Any) -> None:
         self._functions = functions
         self._failure = functions.last_failure()
         self.turn = threading.RLock()  # reentrant: a finalizer may run between the lines of a call
-        # threads that compute, the caller included; one number for the process, which only `set_threads` changes
+        # threads that compute, the caller included; only `set_threads` changes this number
         self.threads = 1
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
@@ -60,7 +59,7 @@ class Kernels:
                     raise kind(ffi.string(self._failure.text).decode())
                 return result
 
-        setattr(self, name, call)  # the next time it is found at once
+        setattr(self, name, call)  # so that the next use of the name does not come here
         return call
 
     def stream(self) -> Struct:
@@ -137,7 +136,7 @@ def open_library(path: Path) -> Kernels:
 
 @functools.cache
 def load() -> Kernels:
-    """Return the library of this process; the first call loads and checks it.
+    """Return the library of this process. The first call loads and checks it.
 
     Raises UserError if there is none for this machine.
     """
@@ -146,10 +145,10 @@ def load() -> Kernels:
 
     def after_in_child() -> None:
         turn.release()
-        library.forget_workers()  # a forked child has none of the threads
+        library.forget_workers()  # threads do not survive a fork
         library.threads = 1
 
-    # a fork waits until no call runs, so that the child finds no lock that nobody opens
+    # os.fork waits until no call runs: otherwise the child would inherit a lock that no thread ever releases
     os.register_at_fork(
         before=library.turn.acquire, after_in_parent=library.turn.release, after_in_child=after_in_child
     )
@@ -163,7 +162,7 @@ def set_threads(count: int) -> None:
     if the system does not give these either.
     """
     kernels = load()
-    check_denormals(kernels)  # new threads do as this one
+    check_denormals(kernels)  # new threads inherit the setting of this one
     if kernels.set_threads(count) != 0:
         if kernels.set_threads(kernels.threads) != 0:
             kernels.threads = 1

@@ -77,7 +77,7 @@ def _backward(
 def linear(x: Tensor, layer: nn.Module, rows: Rows | None = None, precision: Precision = "highest") -> Tensor:
     """Return x W^T + b of an nn.Linear, [n, N] float32, differentiable in x [n, K].
 
-    Gradients of W and b go to `rows.sums`; `rows` has the sequence of each row of x, and may be None if W and b are not
+    Gradients of W and b go to `rows.sums`. `rows` has the sequence of each row of x, and may be None if W and b are not
     trained. Raises ValueError if nothing receives their gradients.
     """
     matrix = packed(layer, Packing(precision=precision))

@@ -1,4 +1,4 @@
-"""Pass rows of logits to the kernels: pointers, the memory of a softmax, and what is refused."""
+"""Pass rows of logits to the kernels: pointers, the memory of a softmax, and checks."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def softmax_rows(n: int, device: torch.device) -> Tensor:
 
 
 def softmax(rows: Tensor) -> Any:
-    """Return a pointer to the structs in `softmax_rows`."""
+    """Return the C pointer to memory from `softmax_rows`."""
     return ffi.cast("Softmax *", rows.data_ptr())
 
 
 def dense(logits: Tensor) -> Tensor:
-    """Return logits [n, V] whose rows are contiguous; the rows may lie apart."""
+    """Return logits [n, V] in which each row is contiguous; copy them only if necessary."""
     return logits if logits.stride(1) == 1 else logits.contiguous()
 
 

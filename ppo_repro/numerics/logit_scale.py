@@ -24,7 +24,7 @@ class LogitScale:
     cap: float
 
     def __call__(self, logits: Tensor, deterministic: bool) -> Tensor:
-        """Apply the function to logits [n, V] float32, differentiably; deterministic numerics change them in place."""
+        """Apply the function to logits [n, V] float32, differentiably. Deterministic numerics change them in place."""
         if self == LogitScale(1.0, 0.0):
             return logits
         if deterministic:
@@ -34,7 +34,7 @@ class LogitScale:
 
 
 def logit_scale_of(config: PretrainedConfig) -> LogitScale:
-    """Return what follows the head of a model."""
+    """Return the divisor and the soft cap of a model's logits, from its config."""
     family = FAMILIES[config.model_type]
     return LogitScale(
         divisor=number_of(config, family.logit_divisor, 1.0),
@@ -47,7 +47,7 @@ class _Scaled(Function):
     def forward(ctx: Any, logits: Tensor, scale: LogitScale) -> Tensor:
         kernels_of(logits.device).scale_logits(_struct(logits, logits.shape, scale))
         ctx.mark_dirty(logits)
-        ctx.save_for_backward(logits.clone() if scale.cap else logits.new_empty(0))  # the caller may change the logits
+        ctx.save_for_backward(logits.clone() if scale.cap else logits.new_empty(0))  # a copy: callers may write
         ctx.scale = scale
         return logits
 

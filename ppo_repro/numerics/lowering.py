@@ -20,7 +20,7 @@ from ppo_repro.numerics.description import check_config
 from ppo_repro.numerics.families import NAMES, TRUNKS, trunk_of
 from ppo_repro.numerics.rounding import EXACT, NumberFormats
 
-# of training; and copies of numbers that transformers does not read again
+# attributes that may differ from the config: switches of training, and copies that transformers never reads again
 _SWITCHES = ("training", "gradient_checkpointing", "max_seq_len_cached", "vocab_size")
 
 
@@ -72,12 +72,12 @@ def is_deterministic(model: nn.Module) -> bool:
 def check_parts(model: PreTrainedModel) -> None:
     """Raise UserError for the first module or parameter that differs from the model's config in class or shape."""
     config = copy.deepcopy(model.config)
-    # the tokenizer's, as many loops set it after loading; the embedding keeps its own
+    # many loops set the config's padding token to the tokenizer's after loading; the embedding keeps its own
     config.pad_token_id = getattr(model.get_input_embeddings(), "padding_idx", None)
     try:
         with torch.device("meta"):
             stock = type(model)(config)
-    except Exception as error:  # a wrong value can fail anywhere
+    except Exception as error:  # a wrong value of the config can raise any exception
         reason = type_and_message(error)
         raise UserError(f"model config: transformers makes no model of it ({reason}); mend it") from error
     modules = dict(stock.named_modules())

@@ -72,7 +72,7 @@ class PackedMatrix:
         transposed: bool = False,
         struct: Struct | None = None,
     ) -> None:
-        """Describe the matrix; `prepare` packs it.
+        """Describe the matrix. `prepare` packs it.
 
         Args:
             weights: parameters [N_i, K], float32; N is the sum of the N_i.
@@ -103,7 +103,7 @@ class PackedMatrix:
             fuse(self.biases)
 
     def prepare(self) -> Struct:
-        """Return the struct with panels of the current weights."""
+        """Pack the weights if they have changed since the last call, and return the struct."""
         matrix = self.struct
         device = self.weights[0].device
         if versions_of((*self.weights, *self.biases)) == self._state:
@@ -117,7 +117,7 @@ class PackedMatrix:
         matrix.w, matrix.bias = (pointer(tensor, device) for tensor in self._read)
         matrix.panels = pointer(self._panels, device)
         kernels.pack(matrix)
-        self._state = versions_of((*self.weights, *self.biases))  # last: without memory the next call packs
+        self._state = versions_of((*self.weights, *self.biases))  # last: after a failure the next call packs
         return matrix
 
     def set_gradient_offsets(self, sums: SlotSums | None) -> None:
@@ -130,12 +130,12 @@ class ExpertMatrix(PackedMatrix):
     """Weight [N, K] of one expert, a part of the parameter [E, N, K] of all experts of a layer."""
 
     def __init__(self, stacked: Tensor, expert: int, packing: Packing, structs: Any) -> None:
-        """Describe the matrix of an expert; `structs` is the C array `Matrix[E]` of all experts."""
-        self._stacked, self._expert, self._structs = stacked, expert, structs  # C memory lives as long as its array
+        """Describe the matrix of an expert. `structs` is the C array `Matrix[E]` of all experts."""
+        self._stacked, self._expert, self._structs = stacked, expert, structs  # the array keeps its C memory alive
         super().__init__([stacked.detach()[expert]], packing, struct=structs + expert)
 
     def prepare(self) -> Struct:
-        """Return the struct with panels of the current weights."""
+        """Pack the expert's weights if they have changed since the last call, and return the struct."""
         self.weights = (self._stacked.detach()[self._expert],)  # the parameter may have other memory now
         return super().prepare()
 
@@ -158,7 +158,7 @@ def _joined(tensors: Sequence[Tensor], form: str, scaled: bool) -> Tensor | None
 
 
 def matrix_of(layers: Sequence[Any], packing: Packing, struct: Struct | None = None) -> PackedMatrix:
-    """Return the matrix of linear layers with consecutive outputs; `struct` is that of `PackedMatrix`."""
+    """Return the matrix of linear layers with consecutive outputs. `struct` is that of `PackedMatrix`."""
     biases = [layer.bias for layer in layers if getattr(layer, "bias", None) is not None]
     weights = [layer.weight for layer in layers]
     return PackedMatrix(weights, packing, biases, isinstance(layers[0], Conv1D), struct)

@@ -107,7 +107,7 @@ class NativeNetwork:
         ids, positions, flat_index = _padded_rows(batch, "right")
         valid = torch.zeros(ids.shape, dtype=torch.bool)
         valid.view(-1)[flat_index] = True
-        # a padded query sits at position 0, where it sees one key; its result is not used
+        # a padding token is a query at position 0, so that it sees one key; its result is not used
         cache.aim(torch.tensor(list(seats)), positions, valid)
         last = positions.to(self.trunk.device)
         masks = stock_masks(
@@ -137,7 +137,7 @@ class NativeNetwork:
             raise UserError("ppo.replay_routes = true: needs numerics.mode = deterministic; remove it")
         ids, positions, flat_index = _padded_rows(batch, padding)
         last = torch.arange(ids.shape[1]).expand_as(ids)
-        first = last.clone()  # padding sees only itself
+        first = last.clone()  # a padding token sees only itself
         first.view(-1)[flat_index] = last.reshape(-1)[flat_index] - torch.from_numpy(batch.rows.position)
         first, last = (x.to(self.trunk.device) for x in (first, last))
         masks = stock_masks(self.trunk.config, lambda window: _visible(first, last, window, ids.shape[1]))

@@ -37,7 +37,7 @@ KEEP_NOTHING, KEEP_INPUTS, KEEP_ALL = constants.KEEP_NOTHING, constants.KEEP_INP
 
 
 class Network:
-    """Passes of one trunk. Weights may change in place between passes; each pass uses the current weights."""
+    """Passes of one trunk. Weights may change in place between passes. Each pass uses the current weights."""
 
     def __init__(self, trunk: PreTrainedModel, lowered: Lowered) -> None:
         """Make the structs of the trunk. Raises UserError, which names a setting that the kernels cannot compute."""
@@ -140,7 +140,7 @@ class Network:
     def activation_memory(self, tokens: int, keep: int) -> Tensor:
         """Return memory for the activations that a pass keeps; reuse the last pass's memory if large enough."""
         floats = self.model.kept_floats(tokens, keep)
-        spare, self._spare = self._spare, None  # fresh pages cost time
+        spare, self._spare = self._spare, None  # reused, because the system is slow to give new memory
         return torch.empty(floats, device=self.device) if spare is None or spare.numel() < floats else spare
 
     def reuse(self, activations: Tensor | None) -> None:
@@ -190,7 +190,7 @@ def network_of(model: PreTrainedModel) -> Network | NativeNetwork:
 
 
 def forget_packed(model: nn.Module) -> None:
-    """Free the packed copies of a module's weights; its next pass packs the weights again."""
+    """Free the packed copies of a module's weights. Its next pass packs the weights again."""
     for attached in attached_in(model):
         for owner in (attached.network, attached.matrix):
             if owner is not None:
@@ -199,7 +199,7 @@ def forget_packed(model: nn.Module) -> None:
 
 
 def free_memory(model: nn.Module) -> None:
-    """Free the scratch memory of passes with gradients; the next pass with gradients allocates it again."""
+    """Free the scratch memory of passes with gradients. The next pass with gradients allocates it again."""
     kernels_of(next(model.parameters(), torch.empty(0)).device).free_scratch()
     for attached in attached_in(model):
         if attached.network is not None:

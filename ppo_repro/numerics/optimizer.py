@@ -16,7 +16,7 @@ from ppo_repro.numerics.gradient_sums import GradientSums
 from ppo_repro.numerics.shards import Shards, divided, owned_whole, whole_cuts
 from ppo_repro.numerics.weights import copy_named
 
-SLOTS = 8  # of a minibatch
+SLOTS = 8  # of a minibatch, as in rule 2
 
 
 class NativeGradients:
@@ -60,7 +60,7 @@ class Optimizer:
 
     Mode `deterministic` computes sums of gradients, their norm and AdamW in a fixed order, and divides the sums, the
     moments and the steps among the ranks. In mode `native` stock torch does, and every rank does all. `settings` may be
-    replaced between steps; the next step uses all of them.
+    replaced between steps. The next step uses all of them.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Optimizer:
     def step(self, backward: Callable[[], None]) -> float:
         """Run `backward` over a minibatch, apply one step, and return the gradient norm before clipping.
 
-        `backward` is called once; it must not change the weights. It calls autograd's backward for each micro-batch, in
+        `backward` is called once. It must not change the weights. It calls autograd's backward for each micro-batch, in
         the order of the sequences. A micro-batch is laid out `with_sums(self.sink)`. With several ranks `backward`
         covers the sequences of this rank, and every rank has all new weights afterwards.
 
@@ -114,7 +114,7 @@ class Optimizer:
         return self.sums if isinstance(self.sums, GradientSums) else None
 
     def rest(self) -> None:
-        """Free the memory of steps; the next step allocates it again."""
+        """Free the memory of steps. The next step allocates it again."""
         self.sums.release()
 
     @property
@@ -133,9 +133,9 @@ class Optimizer:
         return {name: parameter.detach() for name, parameter in named}
 
     def state(self) -> OptimizerState:
-        """Return the state that `load` needs to continue from here; its tensors are not copies.
+        """Return the state that `load` needs to continue from here. Its tensors are not copies.
 
-        Every rank calls this method; only the first one gets the moments.
+        Every rank calls this method. Only the first one gets the moments.
         """
         return replace(self.adamw.state(), factors={} if self._adapter is None else self._adapter.factors())
 

@@ -67,7 +67,7 @@ class PackedModel:
         _refuse_fault(self.struct, trunk.config)
 
     def _add_layer(self, struct: Struct, parts: LayerParts, mixture: int) -> None:
-        """Fill in the struct of a layer, and list its matrices and norms; `mixture` earlier layers have experts."""
+        """Fill in the struct of a layer, and list its matrices and norms. `mixture` earlier layers have experts."""
         struct.mixture = mixture
         for name, number in parts.numbers.items():
             setattr(struct, name, number)

@@ -28,7 +28,7 @@ _WHOLE = {
 }
 _NUMBERS = {
     **dict.fromkeys(("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon"), (1e-30, 1.0)),
-    **dict.fromkeys(("rope_theta", "rotary_emb_base"), (1.0, 1e30)),  # no angle is larger than its position
+    **dict.fromkeys(("rope_theta", "rotary_emb_base"), (1.0, 1e30)),  # from 1 on no angle exceeds its position
     "factor": (1.0, 1e9),
     **dict.fromkeys(("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"), (1e-9, 1e9)),
     **dict.fromkeys(("attention_factor", "mscale", "mscale_all_dim"), (1e-9, 1e9)),

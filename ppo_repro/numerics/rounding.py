@@ -30,7 +30,7 @@ EXACT = NumberFormats()
 
 
 def round_rows(x: Tensor, form: str, scaled: bool = True) -> Tensor:
-    """Return x [.., K] float32 rounded to a format; formats of 8 bits have a scale for each row.
+    """Return x [.., K] float32 rounded to a format. Formats of 8 bits have a scale for each row.
 
     s = fl(max |x| / L) with L the largest number of the format, y = fl(s rne(fl(x / s))). A row too small to have a
     scale gives zeros. With `scaled` False the scale is 1 in floating-point formats.

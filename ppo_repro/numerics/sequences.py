@@ -19,12 +19,12 @@ from ppo_repro.numerics.interface import CPU, Ints, constants, ints
 class Rows:
     """Sequence and position of each row of a tensor, in order.
 
-    Gradients of weights are sums over rows: blocks of 128 positions of one sequence, sequences by slots.
+    Gradients of weights are sums over rows. Rule 2 takes their order from sequence, position and slot.
     """
 
     sequence: Ints  # [n], rising
     position: Ints  # [n], rising within a sequence
-    slots: Ints  # [S + 1], of each sequence, and of the one after them; the number of slots if there is none
+    slots: Ints  # [S + 1], slots of the sequences and of the next sequence; if none follows, number of slots
     sums: GradientSums | None = None  # receive the gradients of weights; None for a pass without such gradients
     edge: Tensor | None = None  # see `edge_of`; None: any trained parameter
 
@@ -46,7 +46,7 @@ class Rows:
         return [slice(a, b) for a, b in pairwise(cuts)]
 
     def chunk(self, rows: slice) -> Rows:
-        """Return the rows of a chunk; its last slot is the slot of the sequence with which the next chunk begins."""
+        """Return the rows of a chunk. Its last slot is the slot of the sequence with which the next chunk begins."""
         sequence = self.sequence[rows]
         first, last = int(sequence[0]), int(sequence[-1])
         after = self.slots[self.sequence[rows.stop]] if rows.stop < len(self.sequence) else self.slots[-1]
@@ -68,7 +68,7 @@ class Ragged:
         return np.diff(self.start)
 
     def with_sums(self, sums: GradientSums | None, edge: Tensor | None = None) -> Ragged:
-        """Return the same sequences; a backward pass adds the gradients of weights to `sums`, then reaches `edge`."""
+        """Return the same sequences. A backward pass adds the gradients of weights to `sums`, then reaches `edge`."""
         return replace(self, rows=replace(self.rows, sums=sums, edge=edge))
 
 

@@ -53,7 +53,7 @@ class Shards:
         return tensor.detach() if own == slice(0, len(flat)) else flat[own]
 
     def add_up(self, flat: Mapping[str, Tensor]) -> None:
-        """Replace the owned elements of flat tensors by their sums over all ranks; the other elements become useless.
+        """Replace the owned elements of flat tensors by their sums over all ranks. The other elements become useless.
 
         Rule 2: ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)). In round b a rank and rank XOR 2^b each hold sums of one
         range, send each other the half that the other keeps, and add. So a rank sends (size - 1) / size of the
@@ -84,7 +84,7 @@ class Shards:
         return slice(self.cuts[name][positions.start], self.cuts[name][positions.stop])
 
     def _rounds(self) -> Iterator[tuple[int, range, range]]:
-        """Yield of each round the other rank, the positions whose elements this rank keeps, and those of the other."""
+        """Yield for each round the other rank, and the positions that this rank and the other rank keep."""
         bit, half = 1, self.ranks.size // 2
         while half:
             kept, given = (position // half * half for position in (self.position, self.position ^ half))
@@ -116,7 +116,7 @@ def _messages(flat: Mapping[str, Tensor]) -> Iterator[list[str]]:
 
 
 def divided(tensors: Mapping[str, Tensor], ranks: Ranks) -> Shards:
-    """Give each rank equally many stretches of each tensor, up to one; the odd ones go round."""
+    """Divide the stretches of each tensor evenly. From tensor to tensor, other ranks get one stretch more."""
     cuts = {}
     for number, (name, tensor) in enumerate(tensors.items()):
         n, stretches, odd = tensor.numel(), -(-tensor.numel() // STRETCH), number % ranks.size

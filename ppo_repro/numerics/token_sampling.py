@@ -21,10 +21,10 @@ class KeptTokens(NamedTuple):
 
 
 def cut_tokens(scaled: Tensor, top_k: int, top_p: float) -> KeptTokens:
-    """Return the tokens that top-k and top-p keep; `scaled` is logits / temperature, float32 [n, V].
+    """Return the tokens that top-k and top-p keep. `scaled` is logits / temperature, float32 [n, V].
 
     Tokens are ranked by falling logit, ties by id. A token is kept while its rank is below top_k (0: no limit) and the
-    mass before it is at most top_p; the likeliest is always kept. Masses are exp(scaled - largest), added one by one by
+    mass before it is at most top_p. The likeliest is always kept. Masses are exp(scaled - largest), added one by one by
     rank in float64. Raises NumericsError if logits are not finite.
     """
     (n, v), device = scaled.shape, scaled.device

@@ -52,7 +52,7 @@ class _Statistics(NamedTuple):
 def _statistics(
     logits: Tensor, targets: Tensor, temperature: float, eligible: Tensor | None, cumulative: Tensor | None = None
 ) -> _Statistics:
-    """Compute `token_statistics` of n rows, with the softmax rows; `cumulative` receives cumulative probabilities.
+    """Compute `token_statistics` of n rows, with the softmax rows. `cumulative` receives cumulative probabilities.
 
     Raises IndexError if a target is no column.
     """
@@ -116,7 +116,7 @@ def token_statistics(
         )
     require_finite(logits)
     log_p = native_log_softmax(logits, temperature, eligible)
-    # minus infinity times a gradient of zero would be NaN
+    # else minus infinity times a gradient of zero would give NaN
     finite = log_p if eligible is None else log_p.masked_fill(~eligible, 0.0)
     entropy = -(log_p.exp() * finite).sum(-1)
     return log_p.gather(-1, targets[:, None])[:, 0], entropy

@@ -54,7 +54,7 @@ def group_advantages(scores: Sequence[float], groups: Sequence[Hashable], scale:
 
     std is the population standard deviation. With `scale`: GRPO (Shao et al., 2024); without: Dr. GRPO (Liu et al.,
     2025).
-    Sums are correctly rounded, so the order within a group does not matter; a group of equal scores gets exactly 0.
+    Sums are correctly rounded, so the order within a group does not matter. A group of equal scores gets exactly 0.
     """
     assert len(scores) == len(groups)
     members: dict[Hashable, list[float]] = {}

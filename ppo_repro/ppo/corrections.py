@@ -127,8 +127,8 @@ def masked_weights(ratios: Tensor, floor: float, cap: float | None) -> Correctio
 def normalized_weights(weights: Tensor, lengths: Tensor, by_response: bool) -> Tensor:
     """Divide the weights [N] float32 of an iteration by their mean: self-normalised importance sampling.
 
-    The mean is over tokens, or with `by_response` over responses, which have one weight each; zeros count. If all
-    weights are 0, they stay 0. This is verl's `rollout_is_batch_normalize` and slime's `tis_batch_normalize`; both use
+    The mean is over tokens, or with `by_response` over responses, which have one weight each. Zeros count. If all
+    weights are 0, they stay 0. This is verl's `rollout_is_batch_normalize` and slime's `tis_batch_normalize`. Both use
     the batch of a step's rollout. Rejected tokens are in the mean, as in verl.
     """
     assert weights.shape == (int(lengths.sum()),)
@@ -141,7 +141,7 @@ def normalized_weights(weights: Tensor, lengths: Tensor, by_response: bool) -> T
 def outside_ratio(ratios: Tensor, low: float, high: float) -> Tensor:
     """Return which tokens have w < low or w > high, [N] bool; at a level of responses, all tokens of a response agree.
 
-    This is rejection sampling in verl (`rollout_rs`) and slime (`use_rs`); the level geometric is Geo-RS. verl compares
+    This is rejection sampling in verl (`rollout_rs`) and slime (`use_rs`). The level geometric is Geo-RS. verl compares
     -log w with the logarithms of its bounds, so that its "0.6_1.4" is [1/1.4, 1/0.6] here.
     """
     lowest, highest = _bounds(low, high)

@@ -84,7 +84,7 @@ def loss(kind: str, new_logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 
 
 def k3_loss(log_ratio: Tensor) -> Tensor:
-    """Return `k3` as a differentiable float32 loss; its derivative 1 - exp(-x) is accurate to 1 ulp at every x."""
+    """Return `k3` as a differentiable float32 loss. Its derivative 1 - exp(-x) is accurate to 1 ulp at every x."""
     return _K3.apply(log_ratio)
 
 

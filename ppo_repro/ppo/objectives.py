@@ -84,7 +84,7 @@ class Objective:
     """
 
     def ratios(self, new_logprobs: Tensor, anchor_logprobs: Tensor, responses: Tensor) -> Tensor:
-        """Return r of each token; `responses` [n] int64 is the number of each token's response."""
+        """Return r of each token. `responses` [n] int64 is the number of each token's response."""
         return probability_ratios(new_logprobs, anchor_logprobs)
 
     def losses(self, batch: ObjectiveBatch) -> TokenLosses:
@@ -149,7 +149,7 @@ class Clip(Objective):
     dual: float | None = None
 
     def surrogates(self, ratios: Tensor, advantages: Tensor, new_logprobs: Tensor) -> Tensor:
-        # chosen by flag instead of by min, so that a removed gradient is exactly 0 where r A underflows too
+        # chosen by flag instead of min, so that a removed gradient is exactly 0 even if r A underflows
         assert ratios.shape == advantages.shape == (ratios.numel(),)
         flags = self._clip_flags(ratios, advantages)
         bounded = ratios.detach().clamp(float32(1.0 - self.low), float32(1.0 + self.high))
@@ -174,7 +174,7 @@ class Clip(Objective):
 
 
 class _SequenceRatio(Function):
-    """Gives each token its response's ratio; the derivative in the token's own log-prob is the ratio, in others 0."""
+    """Gives each token its response's ratio. The derivative in the token's own log-prob is the ratio, in others 0."""
 
     @staticmethod
     def forward(ctx: Any, log_ratios: Tensor, lengths: Tensor) -> Tensor:
@@ -210,7 +210,7 @@ class Cispo(Objective):
     """The loss -sg[clip(r, floor, cap)] A log pi_new. MiniMax, 2025, arXiv 2506.13585, equations 4 and 5.
 
     No gradient flows through the ratio, and every token has a gradient. The paper and verl write the bounds as 1 -
-    eps_low and 1 + eps_high; the paper and TRL have no lower bound, which is floor 0 here.
+    eps_low and 1 + eps_high. The paper and TRL have no lower bound, which is floor 0 here.
     """
 
     floor: float

@@ -64,7 +64,7 @@ def dpo_losses(margins: Tensor) -> Tensor:
 
 
 def preference_accuracy(margins: Tensor) -> float:
-    """Return the share of margins [P] that are positive; a margin of exactly 0 counts one half."""
+    """Return the share of margins [P] that are positive. A margin of exactly 0 counts one half."""
     assert margins.shape == (margins.numel(),)
     right, tied = int((margins > 0).sum()), int((margins == 0).sum())
     return (right + 0.5 * tied) / len(margins)

@@ -15,7 +15,7 @@ def last_tokens(lengths: Tensor) -> Tensor:
 
 
 def word_lengths(word_ids: Tensor, lengths: Tensor) -> Tensor:
-    """Return the tokens of each word, in order, [W] int64; `word_ids` [N] count words within each response."""
+    """Return the tokens of each word, in order, [W] int64. `word_ids` [N] count words within each response."""
     assert word_ids.shape == (int(lengths.sum()),)
     assert lengths.dim() == 1
     sequence = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
@@ -26,7 +26,7 @@ def word_lengths(word_ids: Tensor, lengths: Tensor) -> Tensor:
 
 
 def place_scores(scores: Tensor, lengths: Tensor, word_ids: Tensor, placement: str) -> Tensor:
-    """Place scores on the tokens of their responses; a response's tokens sum to its score.
+    """Place scores on the tokens of their responses. A response's tokens sum to its score.
 
     Args:
         scores: [B] float64.

@@ -25,7 +25,7 @@ Ids = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Preference:
-    """Two responses to one prompt; `chosen` is preferred. End tokens are included."""
+    """Two responses to one prompt. `chosen` is preferred. End tokens are included."""
 
     prompt_key: str
     prompt_ids: Ids
@@ -54,7 +54,7 @@ def check_pairs(pairs: Sequence[Preference], vocab_size: int, max_context: int) 
 def wrong_answer(answer: str, digits: str, draws: Sequence[int]) -> str:
     """Make a wrong answer: replace one digit, drop the last digit or add one, with equal probability.
 
-    `digits` are the possible digits, at least two; `draws` are three random words, for the kind of mistake, the
+    `digits` are the possible digits, at least two. `draws` are three random words, for the kind of mistake, the
     position and the digit.
     """
     mistake, position = MISTAKES[draws[0] % len(MISTAKES)], draws[1] % len(answer)

@@ -71,7 +71,7 @@ def _pair_chunks(count: int, sequences: int) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class PairTraining:
-    """The training of a model on pairs; `losses_of` gives losses and margins of some of the `count` pairs."""
+    """The training of a model on pairs. `losses_of` gives losses and margins of some of the `count` pairs."""
 
     model: PreTrainedModel
     optimizer: Optimizer

@@ -20,7 +20,7 @@ def to_arrow(
     columns: Mapping[str, npt.NDArray[Any] | Sequence[Any] | pa.Array | None],
     level: RecordLevel = "deep",
 ) -> pa.Table:
-    """Build a table from a copy of its columns; a column that is None is null in every row.
+    """Build a table from a copy of its columns. A column that is None is null in every row.
 
     Columns above `level` are left out, and columns of a feature that are None. No value is cast if the cast could
     change a bit. Raises ValueError, naming table and column.
@@ -67,7 +67,7 @@ def to_parquet(data: pa.Table) -> memoryview:
         data,
         sink,
         compression="zstd",
-        # dictionaries and statistics compare floats by value: all NaNs are one, and zeros have no sign
+        # not for floats: dictionaries and statistics would lose the bits of NaNs and the sign of zeros
         use_dictionary=texts,
         write_statistics=whole,
         write_page_checksum=True,

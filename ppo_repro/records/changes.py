@@ -47,7 +47,7 @@ def flat(value: Any, path: str = "") -> dict[str, Any]:
 def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, list[Any]]:
     """Return [before, after] of every entry in which two flat mappings differ; None stands for a missing entry."""
     names = dict.fromkeys([*before, *after])
-    # by their text: 1, 1.0 and true are equal values
+    # compared as text, because 1, 1.0 and true are equal as values
     return {n: [before.get(n), after.get(n)] for n in names if repr(before.get(n)) != repr(after.get(n))}
 
 
@@ -62,14 +62,14 @@ def change_lines(changed: Mapping[str, list[Any]]) -> list[str]:
 
 
 def value_text(value: Any) -> str:
-    """Return a value as text; a digest is shortened."""
+    """Return a value as text. A digest is shortened."""
     if value is None:
         return "none"
     return f"{value[:12]}..." if isinstance(value, str) and len(value) == 64 else str(value)
 
 
 def forked_from(origin: Origin, name: str) -> str:
-    """Return the origin of a fork as text; `name` is the origin's folder name."""
+    """Return the origin of a fork as text. `name` is the origin's folder name."""
     return f"{name} after {origin.iteration} iterations, fingerprint {origin.fingerprint[:12]}..."
 
 

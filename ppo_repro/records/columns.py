@@ -79,7 +79,7 @@ def int32(values: Any) -> np.ndarray:
 
 
 def fields_of(table: schema.Table, stages: Stages) -> Columns:
-    """Return the table's columns whose sources are these stages; the rows of a matrix become lists."""
+    """Return the table's columns whose sources are these stages. The rows of a matrix become lists."""
     found = {c.name: getattr(stages[c.source], c.field or c.name) for c in table.columns if c.source in stages}
     for name, value in found.items():
         if isinstance(value, Tensor):
@@ -88,7 +88,7 @@ def fields_of(table: schema.Table, stages: Stages) -> Columns:
 
 
 def rows_of(table: schema.Table, source: schema.Source, items: Sequence[Any]) -> Columns:
-    """Return the table's columns with this source; each item is a row, of nulls if the item is None."""
+    """Return the table's columns with this source. Each item is a row, of nulls if the item is None."""
     fields = {c.name: c.field or c.name for c in table.columns if c.source == source}
     return {name: [None if i is None else getattr(i, field) for i in items] for name, field in fields.items()}
 
@@ -140,7 +140,7 @@ def _as_numbers(flags: Iterable[Sequence[bool]]) -> list[list[int]]:
 
 
 def _episode_columns(episodes: Sequence[Episode] | None) -> Columns:
-    """Return the columns of episodes of several turns; they are None if there are none."""
+    """Return the columns of episodes of several turns. They are None if there are none."""
     if episodes is None:
         return {"episode_ids": None, "is_forced": None}
     return {"episode_ids": [e.ids for e in episodes], "is_forced": _as_numbers(e.is_forced for e in episodes)}
@@ -294,7 +294,7 @@ def preparation_tables(
     tokenizer: PreTrainedTokenizerBase,
     level: RecordLevel,
 ) -> dict[str, pa.Table]:
-    """Return the tables of the training before PPO, by name; a training that did not take place has no table."""
+    """Return the tables of the training before PPO, by name. A training that did not take place has no table."""
     columns: dict[str, Columns] = {}
     if warm_start:
         steps = rows_of(schema.WARM_START_STEPS, "step", warm_start)
@@ -313,7 +313,7 @@ def preparation_tables(
 
 
 def pair_columns(pairs: Sequence[Preference], trained: int, tokenizer: PreTrainedTokenizerBase) -> Columns:
-    """Return the columns of preference pairs; the first `trained` pairs are the training pairs."""
+    """Return the columns of preference pairs. The first `trained` pairs are the training pairs."""
     return {
         **rows_of(schema.PAIRS, "pair", pairs),
         "pair": np.arange(len(pairs), dtype=np.int32),

@@ -30,7 +30,7 @@ _CONTEXT = 12
 
 @dataclass(frozen=True)
 class Difference:
-    """The first cell that differs; `key` has the left run's key columns of this cell.
+    """The first cell that differs. `key` has the left run's key columns of this cell.
 
     `rows` is the number of compared rows. Three names mean more than a cell: column `(rows)` counts the rows of a
     table, table `(run)` counts the iterations, and table `(final)` has the results after the last iteration, one per
@@ -50,7 +50,7 @@ class Difference:
     rows: int = 1
 
     def describe(self, in_left: str = "on the left", in_right: str = "on the right") -> str:
-        """Describe the difference on one line; `in_left` and `in_right` say where the values are."""
+        """Describe the difference on one line. `in_left` and `in_right` say where the values are."""
         left, right = _shown(self.left, self.left_bits), _shown(self.right, self.right_bits)
         if isinstance(self.left, str | list) and isinstance(self.right, type(self.left)):
             left, right = _around_difference(self.left, self.right)
@@ -102,7 +102,7 @@ def from_recorded(
         UserError: the records are damaged.
     """
     left, moment = reader.read_moment(run_dir, recorded, iteration), BEFORE if iteration is None else iteration
-    # a table that only one side has is no result: which side tables are recorded is configuration
+    # a table that only one side has is no difference, because the configuration decides which side tables exist
     order = (*manifest.side_tables_of(recorded), *manifest.tables_of(recorded))
     tables = (table for table in order if table.name in left and table.name in computed)
     differences = (first_table_difference(t, left[t.name], computed[t.name], moment) for t in tables)
@@ -150,7 +150,7 @@ def _column(data: pa.Table, column: schema.Column) -> pa.ChunkedArray | None:
         values = digests.plain(column.kind, data.column(column.name))
     else:
         values = digests.plain(column.kind, pa.nulls(data.num_rows, digests.ARROW_TYPES[column.kind]))
-    # what lies outside the fingerprint may be missing, or null in every row
+    # a column outside the fingerprint may be missing, or null in every row
     return values if column.in_fingerprint or values.null_count < data.num_rows else None
 
 
@@ -217,7 +217,7 @@ def _shown(value: Any, bits: str) -> str:
 def _around_difference(left: str | list[Any], right: str | list[Any]) -> tuple[str, str]:
     # two long texts in full would hide the one position at which they differ
     pairs = enumerate(zip(left, right, strict=False))
-    # as numbers 0.0 and -0.0 are equal, and a NaN is no NaN
+    # compared as text, because 0.0 equals -0.0, and a NaN does not equal itself
     first = next((index for index, (a, b) in pairs if repr(a) != repr(b)), min(len(left), len(right)))
     start = max(0, first - _CONTEXT)
     windows = []

@@ -30,10 +30,10 @@ ARROW_TYPES: dict[str, pa.DataType] = {
     "list<float32>": pa.list_(pa.float32()),
     "list<float64>": pa.list_(pa.float64()),
 }
-# what the lists of a kind hold
+# kind of the elements in lists of a kind
 ELEMENTS = {"list<int32>": "int32", "list<float32>": "float32", "list<float64>": "float64"}
 
-# in every digest: another way to digest, or another schema, gives other fingerprints
+# part of every digest, so that another way to digest, or another schema, gives other fingerprints
 _FORMAT = f"ppo_repro digests 1, schema {schema.SCHEMA_VERSION}"
 FINGERPRINT_SEED: str = hashlib.sha256(_FORMAT.encode()).hexdigest()
 
@@ -105,7 +105,7 @@ def table_digest(table: schema.Table, data: pa.Table) -> str:
 
 
 def scalar_digest(value: float | int | str) -> str:
-    """Return the hex digest of one result; 1, 1.0 and '1' differ, and so do 0.0 and -0.0; every NaN is the same."""
+    """Return the hex digest of one result; 1, 1.0 and '1' differ, and so do 0.0 and -0.0. Every NaN is the same."""
     if isinstance(value, str):
         content = _framed("str", value)
     elif isinstance(value, float):
@@ -138,7 +138,7 @@ def _bits(chunk: pa.Array) -> npt.NDArray[Any]:
 
 def _value_bytes(kind: str, column: pa.ChunkedArray) -> Iterator[Any]:
     if kind == "string":
-        # all lengths before all text, so that borders of chunks do not matter
+        # all lengths come before all text, so that the borders of chunks do not matter
         texts = [text.encode() for text in pc.fill_null(column, "").to_pylist()]
         yield np.array([len(text) for text in texts], dtype="<i8")
         yield b"".join(texts)

@@ -41,7 +41,7 @@ def checkpoints_of(head: Head) -> dict[int, str]:
 
 
 def starts_of(run_dir: Path, head: Head) -> dict[int, str]:
-    """Return the checkpoints from which a run can continue, by iteration; a fork also has the one it began with."""
+    """Return the checkpoints from which a run can continue, by iteration. A fork also has the one it began with."""
     forked = {} if head.origin is None else {head.origin.iteration: FORKED_FROM}
     return {number: name for number, name in (forked | checkpoints_of(head)).items() if (run_dir / name).exists()}
 

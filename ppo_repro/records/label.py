@@ -18,7 +18,7 @@ Line = Annotated[str, StringConstraints(strip_whitespace=True, max_length=60, pa
 
 
 class Label(Section):
-    """Name, notes and tags of a run; all are empty by default."""
+    """Name, notes and tags of a run. All are empty by default."""
 
     name: Line = ""
     notes: Annotated[str, Field(max_length=2000)] = ""
@@ -56,7 +56,7 @@ def label_of(name: str | None, notes: str | None, tags: list[str] | None, before
 
 
 def read_label(run_dir: Path) -> Label:
-    """Read the label of a run; it is empty if the run has none. Raises UserError if the file is damaged."""
+    """Read the label of a run. It is empty if the run has none. Raises UserError if the file is damaged."""
     path = run_dir / LABEL_NAME
     try:
         return Label.model_validate_json(path.read_bytes())

@@ -76,14 +76,14 @@ def pairs_of_iteration(run_dir: Path | str, recorded: Manifest, iteration: int) 
 
 
 def turns_of(is_forced: Sequence[int]) -> npt.NDArray[np.int32]:
-    """Return the turn of each sampled token of a response; `is_forced` is 1 for a token of the environment."""
+    """Return the turn of each sampled token of a response. `is_forced` is 1 for a token of the environment."""
     forced = np.asarray(is_forced, dtype=bool)
     begins = forced & ~np.concatenate([[False], forced[:-1]])
     return np.cumsum(begins)[~forced].astype(np.int32)
 
 
 def routes_of(tokens: pd.DataFrame) -> npt.NDArray[np.int32]:
-    """Return each token's index into ROUTES; `tokens` has whole responses of the table `tokens`, in order."""
+    """Return each token's index into ROUTES. `tokens` has whole responses of the table `tokens`, in order."""
     pairs = zip(*(tokens[name] for name in _ROUTE_COLUMNS), strict=True)
     flipped = pd.Series([list(a) != list(b) for a, b in pairs], index=tokens.index, dtype=bool)
     so_far = flipped.groupby([tokens["iteration"], tokens["sequence"]]).cummax()

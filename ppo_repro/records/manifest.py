@@ -2,7 +2,7 @@
 
 manifest.json is small and replaced as a whole after every iteration. It says how many lines, and how many bytes, of
 iterations.jsonl belong to the run: one line an iteration, appended and never changed. What follows them was written
-by a process that was killed; it is ignored and overwritten.
+by a process that was killed. It is ignored and overwritten.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ VERSION = 4  # of this file; versions 1 to 3 were written by ppo_repro 0.2 and e
 _DAMAGED = "the manifest was changed or damaged"
 _LOG_DAMAGED = "the file was changed or damaged"
 Status = Literal["running", "interrupted", "failed", "complete"]
-# the tables of the fingerprint, and side tables
+# by kind of run: the tables of the fingerprint, and the side tables
 _TABLES: dict[Kind, tuple[tuple[schema.Table, ...], tuple[schema.Table, ...]]] = {
     LANGUAGE: (schema.TABLES, schema.SIDE_TABLES),
     CONTROL: (schema.CONTROL_TABLES, ()),
@@ -51,7 +51,7 @@ class TableEntry:
 # runs of earlier versions have a SHA-256 in each line, which the digest of the whole log has made unnecessary
 @dataclass(frozen=True, slots=True, config=ConfigDict(extra="ignore", strict=True))
 class IterationEntry:
-    """A recorded iteration; `chain` follows from the previous iteration's link and the digests of `tables`."""
+    """A recorded iteration. `chain` follows from the previous iteration's link and the digests of `tables`."""
 
     iteration: Annotated[int, Field(ge=0)]
     tables: dict[str, TableEntry]
@@ -72,7 +72,7 @@ class Origin(BaseModel, extra="forbid", strict=True, frozen=True):
 
 
 class Head(BaseModel, extra="forbid", strict=True, frozen=True):
-    """The content of manifest.json without its own digest; a process needs no more memory, however long the run.
+    """The content of manifest.json without its own digest. A process needs no more memory, however long the run.
 
     `fingerprint` is the last link of the chain; for a complete run, it is one more link over `final`.
     """
@@ -141,7 +141,7 @@ def require_responses(run_dir: Path | str, head: Head) -> None:
 
 
 def table_path(run_dir: Path, table_name: str, iteration: int | None) -> Path:
-    """Return the file of a table of an iteration; `iteration` None is the moment before the first iteration."""
+    """Return the file of a table of an iteration. `iteration` None is the moment before the first iteration."""
     moment = "preparation" if iteration is None else f"iteration={iteration:06d}"
     return run_dir / "records" / table_name / f"{moment}.parquet"
 
@@ -162,7 +162,7 @@ class RecordedTable:
 def recorded_at(recorded: Manifest, iteration: int | None) -> Iterator[RecordedTable]:
     """Yield the recorded tables of one moment in the order of computation, side tables first.
 
-    `iteration`: None is the moment before the first iteration; the number of iterations is after the last one.
+    `iteration`: None is the moment before the first iteration, the number of iterations the moment after the last.
     """
     entries: Mapping[str, TableEntry] = recorded.preparation if iteration is None else recorded.ending
     if iteration is not None and iteration < recorded.num_iterations:

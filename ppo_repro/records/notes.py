@@ -15,7 +15,7 @@ from ppo_repro.records import reader
 from ppo_repro.records.folder import ACCURACY_NAME, CARD_NAME, ENVIRONMENT_NAME, RESUMED, STARTED, TIMES_NAME
 from ppo_repro.records.manifest import Head
 
-# of errors of log-probs, by the peer; above it the run says so
+# ratio to the error of stock torch above which a run warns, by stock torch's dtype
 LARGEST_RATIO = {"float32": 4.0, "bfloat16": 1.0}
 
 
@@ -70,7 +70,7 @@ def read_accuracy(run_dir: Path, recorded: Head) -> Accuracy | None:
 
 @dataclass(frozen=True)
 class OnCard:
-    """The GPU that completed a run, and the CPU's check of it; a difference would have ended the run."""
+    """The GPU that completed a run, and the CPU's check of it. A difference would have ended the run."""
 
     name: str
     capability: str  # compute capability

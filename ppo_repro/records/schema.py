@@ -13,11 +13,11 @@ from ppo_repro.config.layout import RecordLevel
 
 SCHEMA_VERSION = 2
 
-# what a run may have that brings columns of its own: several turns, a sampler that is behind, responses encoded again
+# features of a run that add columns: several turns, a sampler with older weights, responses that were encoded again
 Feature = Literal["turns", "lag", "retokenized"]
 Stage = Literal["rewards", "advantages", "losses", "coefficients", "summary"]
-# what has the values of a column in a field: an object of `buffers.py` or `control/buffers.py`, an optimizer step of
-# any kind of run, or a preference pair; `computed`: the code computes the values as it makes the table
+# The object that has the values of a column in a field: an object of `buffers.py` or `control/buffers.py`, an optimizer
+# step, or a preference pair. For `computed` the code that makes the table computes the values.
 Source = Literal[
     "prompts", "rollout", "spans", "forward", "rewards", "advantages", "step", "policy", "value", "digests",
     "evaluation", "pair", "computed",
@@ -62,14 +62,14 @@ class Column:
         return self.nullable and (self.only_with is not None or not self.in_fingerprint)
 
 
-# results that `full` and `deep` record, and results that only `deep` records
+# columns that `full` and `deep` record, and columns that only `deep` records
 full = partial(Column, nullable=True, level="full")
 deep = partial(Column, nullable=True, level="deep")
 
 
 @dataclass(frozen=True)
 class Table:
-    """A table; `key` names the columns that identify a row."""
+    """A table. `key` names the columns that identify a row."""
 
     name: str
     grain: str
@@ -97,7 +97,7 @@ EPOCH = Column("epoch", "int32", "index", "step", about="Pass over the rollout, 
 MINIBATCH = Column("minibatch", "int32", "index", "step", about="Minibatch within the epoch, from 0.")
 _SCHEDULED = tuple(replace(column, stage="losses") for column in (EPOCH, MINIBATCH, _SEQUENCE, _POSITION))
 
-# a row: name, type, unit and source, how the column differs from a usual one, and what it is about
+# A row has name, type, unit and source of a column, its differences from a usual column, and its meaning.
 SEQUENCES = Table("sequences", "one row per response", ("iteration", "sequence"), (
     ITERATION, _SEQUENCE,
     Column("prompt_key", "string", "", "prompts", about="Stable name of the prompt in its task."),
@@ -328,10 +328,10 @@ ITERATIONS = Table("iterations", "one row per iteration", ("iteration",), (
         about="When the iteration ended, in seconds since 1970, UTC."),
 ))
 
-# in the order in which the data is computed, in which differences are reported
+# in the order of computation, which is also the order in which differences are reported
 TABLES = (SEQUENCES, TOKENS, UPDATES, STEPS, ITERATIONS)
 
-# side tables: what happens outside the iterations; in the digests of a run, not in its fingerprint
+# Side tables record what happens outside the iterations. Their digests are recorded, but are not in the fingerprint.
 _STEP = Column("step", "int32", "index", "computed", about="Optimizer step, from 0.")
 _PAIR_EPOCH = Column("epoch", "int32", "index", "step", about="Pass over the pairs, from 0.")
 _PAIR = Column("pair", "int32", "index", "computed", about="Row of the table `pairs`.")
@@ -394,12 +394,12 @@ PAIR_STEPS = Table("pair_steps", "one row per optimizer step of the reward model
         about="Digest of the reward model's weights after the step."),
 ), level="full")
 
-# in the order in which the data is computed: once before the first iteration; then at every evaluation
+# in the order of computation: PREPARATION once before the first iteration, then EVALUATIONS at every evaluation
 PREPARATION = (WARM_START_STEPS, PAIRS, PAIR_UPDATES, PAIR_STEPS)
 SIDE_TABLES = (*PREPARATION, EVALUATIONS)
 
-# Control runs: a sequence is a fragment, the part of one episode that lies in one iteration; a token is a step of the
-# environment. Columns with names of a language run mean the same; the anchor is the rollout, and no step is missing.
+# In a control run a sequence is a fragment, the part of one episode in one iteration. A token is a step of the
+# environment. Columns with names of a language run mean the same. The anchor is the rollout. No step is missing.
 _FRAGMENT = Column("sequence", "int32", "index", "computed",
     about="Fragment within the iteration, from 0, by environment and time.")
 _STEP_OF_FRAGMENT = Column("position", "int32", "index", "computed", about="Step within the fragment, from 0.")
@@ -474,7 +474,7 @@ CONTROL_ITERATIONS = replace(ITERATIONS, columns=(
 
 CONTROL_TABLES = (CONTROL_SEQUENCES, CONTROL_TOKENS, CONTROL_UPDATES, CONTROL_STEPS, CONTROL_ITERATIONS)
 
-# DPO runs: an iteration is an epoch over the training pairs
+# in a DPO run an iteration is an epoch over the training pairs
 DPO_PAIRS = Table("pairs", "one row per preference pair", ("pair",), (
     *PAIRS.named("pair", "held_out", "prompt_key", "chosen", "rejected", "prompt_ids", "chosen_ids", "rejected_ids"),
     Column("ref_chosen_logprobs", "float64", "nats", "computed",

@@ -24,10 +24,10 @@ class Setting:
 
 
 def settings_of(setups: Sequence[Setup]) -> list[Setting]:
-    """Return the setting of each run among these; both texts are empty if the runs do not differ.
+    """Return the setting of each run among these. Both texts are empty if the runs do not differ.
 
     A setting leaves out the seed and all fields that change no result. Equal settings have equal labels. If the runs
-    are of several experiments, a label begins with the experiment; the other words tell differences within it.
+    are of several experiments, a label begins with the experiment. The other words tell differences within it.
     """
     kept = [{name: value for name, value in setup.items() if _counts(name, setup)} for setup in setups]
     wholes = list(_wholes(kept))
@@ -42,7 +42,7 @@ def settings_of(setups: Sequence[Setup]) -> list[Setting]:
 
 
 def _counts(name: str, setup: Setup) -> bool:
-    """Return whether a field makes another setting; the seed, `records` and layouts that change no bit do not."""
+    """Return whether a field makes another setting. The seed, `records` and layouts that change no bit do not."""
     stock = setup.get("mismatch.sampler.stock") is not None or setup.get("rollout.engine.numerics") == "stock"
     exact = setup.get("numerics.mode") == "deterministic" and not stock
     return name != "seed" and not name.startswith(("records.", "checkpoints.", *(("layout.",) if exact else ())))
@@ -77,7 +77,7 @@ def _words(setups: Sequence[Setup], most: int) -> list[list[str]]:
     chosen: list[str] = []
     while len(chosen) < min(most, len(names)):
         left = [name for name in names if name not in chosen]
-        # of equally good fields the first one
+        # `max` takes the first of equally good fields
         chosen.append(max(left, key=lambda name: len({_key(setup, [*chosen, name]) for setup in setups})))
     chosen.sort(key=names.index)
     ends = {name: _leaf(name, names) for name in chosen}

@@ -112,7 +112,7 @@ class RunWriter:
         assert head.status == "running"
         assert head.num_iterations == iteration
         results = {table.name: entries.pop(table.name) for table in manifest.tables_of(head)}
-        # while a run is not complete its fingerprint is the last link of the chain
+        # the fingerprint of an incomplete run is the last link of its chain
         link = next_link(head.fingerprint, results)
         line = manifest.to_line(IterationEntry(iteration, results, link, entries))
         manifest.cut_log(self.run_dir, head.log_bytes, line)

@@ -27,7 +27,7 @@ LENGTH = 64  # tokens of a sequence that a run measures
 
 @dataclass(frozen=True)
 class Text:
-    """Token ids of some prompts and of a response to each; the n response tokens are scored in order."""
+    """Token ids of some prompts and of a response to each. The n response tokens are scored in order."""
 
     prompts: Sequence[Sequence[int]]
     responses: Sequence[Sequence[int]]
@@ -112,7 +112,7 @@ class Errors:
 
 
 def error(found: Tensor, reference: Tensor) -> Error:
-    """Return the error of numbers of any shape; the reference is float64."""
+    """Return the error of numbers of any shape. The reference is float64."""
     distance = (found.to(torch.float64) - reference).abs()
     return Error(float(distance.max()), float(distance.square().mean().sqrt()), float(distance.mean()))
 
@@ -126,9 +126,9 @@ def errors(deterministic: Tensor, stock: Tensor, reference: Tensor) -> Errors:
 
 
 def text_of(prompt_ids: Mapping[str, Sequence[int]], sequences: int, max_context: int) -> Text:
-    """Make sequences of 64 tokens, or of `max_context` if that is shorter; short prompts are joined, sorted by key.
+    """Make sequences of 64 tokens, or of `max_context` if that is shorter. Short prompts are joined, sorted by key.
 
-    The first token of each sequence is its prompt; all other tokens are scored.
+    The first token of each sequence is its prompt. All other tokens are scored.
     """
     length = min(LENGTH, max_context)
     prompts = cycle(prompt_ids[key] for key in sorted(prompt_ids))

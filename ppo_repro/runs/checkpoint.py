@@ -30,7 +30,8 @@ from ppo_repro.numerics.weights import copy_named
 from ppo_repro.records.reader import check_file
 
 FORMAT = "6"
-# of the kernels that wrote a checkpoint, by its run's precision; with another one it would continue as another run
+# The known answer of the kernels that wrote a checkpoint, by the run's precision. With other kernels the run would
+# continue with other bits.
 _KERNELS: dict[Precision, str] = {
     "highest": f"known answer {KNOWN_ANSWER:016x}",
     "high": f"known answer {KNOWN_ANSWER_HIGH:016x}",
@@ -40,7 +41,7 @@ NO_STATE = OptimizerState(first={}, second={}, steps={})
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A run after `iteration` iterations. Tensors are by parameter name; adapted weights follow from their factors."""
+    """A run after `iteration` iterations. Tensors are by parameter name. Adapted weights follow from their factors."""
 
     iteration: int
     chain: str  # of the recorded iterations up to here
@@ -76,7 +77,7 @@ def _value_weights(state: TrainState) -> Mapping[str, Tensor]:
 
 
 def _restore_weights(optimizer: Optimizer, module: nn.Module, saved: Mapping[str, Tensor]) -> None:
-    """Restore the weights that the optimizer's own state does not determine; a saved model has all weights."""
+    """Restore the weights that the optimizer's own state does not determine. A saved model has all weights."""
     targets = optimizer.weights_to_keep(module)
     copy_named(targets, {n: saved[n] for n in targets if n in saved} if optimizer.is_adapted else saved)
 
@@ -84,7 +85,7 @@ def _restore_weights(optimizer: Optimizer, module: nn.Module, saved: Mapping[str
 def restore(saved: Checkpoint, state: TrainState, task: Mapping[str, str]) -> None:
     """Load a checkpoint into `state`, made from the same configuration. Raises UserError if they do not fit.
 
-    `task`: digests of the prompts and other inputs; a digest that the checkpoint also has must be equal.
+    `task`: digests of the prompts and other inputs. A digest that the checkpoint also has must be equal.
     """
     if changed := [name for name, digest in saved.task.items() if task[name] != digest]:
         raise UserError(

@@ -65,10 +65,10 @@ class DPOExecution(Execution[Epoch]):
     """A prepared DPO run."""
 
     config: DPOConfig
-    scorer: PairScorer  # by the policy
+    scorer: PairScorer  # scores pairs by the policy
     tokenizer: PreTrainedTokenizerBase
     pairs: list[Preference]  # training pairs, then held-out ones
-    trained: int  # how many of them are trained on
+    trained: int  # number of training pairs
     run: tuple[RunConfig, Prepared] | None  # for the evaluation of responses; None without a run
     optimizer: Optimizer
     reference: Tensor  # [2, P] float64, log-probs of all pairs, computed once
@@ -240,14 +240,14 @@ def _models_of_run(config: RunConfig, prepared: Prepared) -> _Models:
 
 
 def pairs_of_run(run_dir: Path) -> list[Preference]:
-    """Pair every two responses to one prompt in one iteration whose scores differ; the higher score is preferred.
+    """Pair every two responses to one prompt in one iteration whose scores differ. The higher score is preferred.
 
-    Pairs are in the order of the records; equal pairs of one prompt and iteration count once. Raises UserError if the
+    Pairs are in the order of the records. Equal pairs of one prompt and iteration count once. Raises UserError if the
     run is damaged, is incomplete or has no such pair.
     """
     columns = ["iteration", "prompt_key", "prompt_ids", "response_ids", "scores"]
     rows = reader.read_sequences(run_dir, columns=columns)
-    pairs: dict[tuple[str, Preference], None] = {}  # in the order in which they are found
+    pairs: dict[tuple[str, Preference], None] = {}  # a dict, so that equal pairs count once and keep their order
     for (iteration, key), group in rows.groupby(["iteration", "prompt_key"], sort=False):
         ids, scores = [tuple(map(int, row)) for row in group["response_ids"]], group["scores"].tolist()
         prompt = tuple(map(int, group["prompt_ids"].iloc[0]))
@@ -294,7 +294,7 @@ def _start_of_run(config: DPOConfig, run_dir: Path, watcher: Watcher, ranks: Ran
         raise UserError(f"run = {run_dir}: its episodes have several turns; DPO here compares responses of one turn")
     recorded_in = of_run["numerics"]
     of_run |= {"numerics": config.numerics.model_dump(mode="json"), "layout": config.layout.model_dump(mode="json")}
-    # the recorded engine may not allow these numerics, and how it differed from the trainer would change the divergence
+    # the recorded engine may not work with these numerics, and its mismatch would change the divergence
     of_run["rollout"] |= {"engine": {"kind": "torch"}, "mismatch_sigma": None}
     of_run.pop("mismatch", None)
     # DPO trains all weights; the adapters of a run change no weight before the first step

@@ -30,7 +30,7 @@ def _git(*arguments: str) -> str:
     """Return the output of a git command in the checkout of this package; empty if there is no checkout."""
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
-        return ""  # installed from a wheel: a repository further up is another project
+        return ""  # a wheel has no checkout: a repository above it is another project
     command = ["git", "-C", str(root), *arguments]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
@@ -40,7 +40,7 @@ def _git(*arguments: str) -> str:
 
 
 def code_digest() -> str:
-    """Return the SHA-256 of this package's source files, tracked by git or not; a wheel's is the checkout's."""
+    """Return the SHA-256 of this package's source files, tracked by git or not. A wheel's is the checkout's."""
     root = Path(__file__).resolve().parents[1]
     found = [path.relative_to(root) for path in sorted([*root.rglob("*.py"), *root.rglob("*.[ch]")])]
     sums = [

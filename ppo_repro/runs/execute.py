@@ -42,7 +42,7 @@ def execute(kind: RunKind[Config, Item], config: Config, run_dir: Path, start: S
     recorded, written = manifest.load(run_dir), RunWriter(run_dir)
     with (
         kind.open(config, run_dir, start) as execution,
-        ThreadPoolExecutor(1, "records") as thread,  # where an error ends the block, it writes what it has begun
+        ThreadPoolExecutor(1, "records") as thread,  # after an error it writes what it has begun
         _keeping_unequal(run_dir, execution),
     ):
         require_room(run_dir, execution.bytes_to_keep(run_dir))
@@ -106,7 +106,7 @@ class _Recorder(Generic[Item]):
         is_due = checkpoints is not None and checkpoints.is_due(item.index + 1)
         if checkpoints is not None and is_due:
             self._save(checkpoints, item.index)
-        if self._computed == 1 or is_due:  # the first iteration says how long the others may take
+        if self._computed == 1 or is_due:  # the first iteration says how long an iteration may take
             self._settle()
         self._clock.lap("records")
 
@@ -116,7 +116,7 @@ class _Recorder(Generic[Item]):
             link = self._recorded.iterations[index].chain
         else:
             self._begun.result()
-            link = self._written.head.fingerprint  # of a run that is not complete: the last link
+            link = self._written.head.fingerprint  # in an incomplete run, the last link of the chain
         self._clock.lap("records")
         self._written.keep_only(checkpoints.save(self._written.run_dir, self._written.head, link))
         self._clock.lap("checkpoints")
@@ -141,7 +141,7 @@ class _Recorder(Generic[Item]):
         return results
 
     def close(self, results: Final, side_tables: Tables) -> None:
-        """Record the final results of a closed execution; the run is complete then."""
+        """Record the final results of a closed execution. The run is complete then."""
         self._clock.lap("closing")
         for name, tree in self._execution.closing_notes().items():
             self._written.note(name, tree)
@@ -162,7 +162,7 @@ def _keeping_unequal(run_dir: Path, execution: Execution[Item]) -> Iterator[None
     try:
         yield
     except UnequalBits as error:
-        interrupts.ending()  # other processes may find the same, and end
+        interrupts.ending()  # other processes may find the same difference, and end
         folder, found = run_dir / UNEQUAL, error.found
         columns = {
             "iteration": [found.iteration] * len(found.sequence),
@@ -184,7 +184,7 @@ def _keeping_unequal(run_dir: Path, execution: Execution[Item]) -> Iterator[None
 
 
 def work_along(kind: RunKind[Config, Item], config: Config, start: Start | None) -> None:
-    """Compute a run without recording it; every process except the first one does this."""
+    """Compute a run without recording it. Every process except the first one does this."""
     with kind.open(config, None, start) as execution:
         checkpoints = execution.checkpoints
         for item in execution.iterations():

@@ -62,7 +62,7 @@ def _files(plan: Fork) -> list[Path]:
 
 
 def _start(plan: Fork) -> Start:
-    """Return the origin's checkpoint; coefficients whose fields changed are reset, and prompts may differ."""
+    """Return the origin's checkpoint. Coefficients whose fields changed are reset, and prompts may differ."""
     first = first_coefficients(plan.config.kl, plan.config.ppo.objective)
     start = load_start(plan.source, plan.recorded, plan.checkpoint)
     coefficients = start.checkpoint.coefficients
@@ -84,7 +84,7 @@ def _take_over(plan: Fork, start: Start, folder: Path) -> int:
     names = [table.path(Path()) for table in before]
     if start.reference is not None:
         names += [path.relative_to(source) for path in sorted(start.reference.rglob("*")) if path.is_file()]
-    # the accuracy of another precision is another
+    # in another precision the policy has another accuracy, which is measured again
     notes = {ACCURACY_NAME} & recorded.notes.keys() if "numerics.precision" not in plan.origin.changed else set()
     names += map(Path, notes)
     try:

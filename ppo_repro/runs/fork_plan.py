@@ -1,4 +1,4 @@
-"""Plan a fork without importing torch, which takes seconds; `fork.py` carries the plan out."""
+"""Plan a fork without importing torch, which takes seconds. `fork.py` carries the plan out."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class Fork:
 
     config: RunConfig
     source: Path  # folder of the run from which it continues
-    recorded: Manifest  # of that run
+    recorded: Manifest  # manifest of `source`
     origin: Origin
-    folder: Path  # of the fork
+    folder: Path  # run folder of the fork
 
     @property
     def checkpoint(self) -> str | None:
@@ -69,7 +69,7 @@ def plan_fork(source: Path, at: int | None, overrides: Sequence[str], out: Path,
             "record it with checkpoints.every > 0"
         )
     start = _start(source, recorded, at, config.iterations)
-    # of a run that is not complete the fingerprint is the last link of its chain
+    # an incomplete run has no fingerprint; the last link of its chain stands for it
     origin = Origin(
         run=str(source.resolve()),
         iteration=start,

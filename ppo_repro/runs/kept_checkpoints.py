@@ -23,12 +23,12 @@ from ppo_repro.records.manifest import Head
 from ppo_repro.runs.checkpoint import Checkpoint, save, take
 
 SMALL = 10_000_000  # parameters that a model trains; a checkpoint of two is 24 bytes for each, 1 s and 240 MB at most
-AUTO = 10  # iterations from one of its checkpoints to the next
+AUTO = 10  # default number of iterations between checkpoints of a small model
 FLOAT, MOMENTS = 4, 8  # bytes of a number of float32, and of AdamW's two moments of a weight
 
 
 def parameter_bytes(module: nn.Module) -> int:
-    """Return the bytes of a module's parameters; tied parameters count once."""
+    """Return the bytes of a module's parameters. Tied parameters count once."""
     return sum(parameter.nbytes for parameter in module.parameters())
 
 
@@ -45,7 +45,7 @@ class Checkpoints:
     config: RunConfig
     state: TrainState
     tokenizer: PreTrainedTokenizerBase
-    task: Mapping[str, str]  # its digests
+    task: Mapping[str, str]  # digests of the task's inputs
     is_adapted: bool  # whether the policy has adapters
 
     @cached_property
@@ -86,7 +86,7 @@ class Checkpoints:
         keep, count = self.config.checkpoints.keep, len(list((run_dir / CHECKPOINTS_NAME).glob("iteration-*")))
         if self.every:
             count += self.config.iterations // self.every - self.state.iteration // self.every
-        if keep != "all":  # a new one is written before an old one is removed
+        if keep != "all":  # the new checkpoint is written before the oldest one is removed
             count = min(keep + 1, count)
         of_weight = count * (FLOAT + MOMENTS) + self.keeps_final_state * MOMENTS
         return self.keeps_reference * parameter_bytes(self.state.reference) + sum(self._trained) * of_weight
@@ -101,7 +101,7 @@ class Checkpoints:
         return listed(run_dir, folder)
 
     def give_moments(self) -> None:
-        """Send the first process what it lacks for a checkpoint; every other process calls this when it saves one."""
+        """Send the first process what it lacks for a checkpoint. Every other process calls this when it saves one."""
         self._take("")
 
     def save(self, run_dir: Path, head: Head, link: str) -> dict[str, str]:

@@ -62,7 +62,7 @@ class Execution(ABC, Generic[Item]):
 
     @abstractmethod
     def ending(self, clock: Clock) -> tuple[Final, Tables]:
-        """Return the final results and side tables; `clock` gets the phases of computing them."""
+        """Return the final results and side tables. `clock` gets the phases of computing them."""
 
     def preparation_tables(self) -> Tables:
         """Return the tables of the training before the first iteration.

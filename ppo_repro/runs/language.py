@@ -55,7 +55,7 @@ class LanguageExecution(Execution[Iteration]):
     ranks: Ranks
     checkpoints: Checkpoints
     watcher: Watcher
-    accuracy: Accuracy | None  # None where it is not measured, as in a resumed run
+    accuracy: Accuracy | None  # None if it was not measured, for example in a resumed run
 
     def notes(self) -> Mapping[str, Mapping[str, Any]]:
         return {} if self.accuracy is None else {ACCURACY_NAME: asdict(self.accuracy)}
@@ -95,7 +95,7 @@ class LanguageExecution(Execution[Iteration]):
         state, training = self.prepared.state, self.prepared.reward_training
         judged = {} if training is None else {"reward_model_pair_accuracy": training.accuracy_after}
         digests = {
-            # the reference is what the policy was before the first step, and before a bit was flipped
+            # the reference has the policy's weights before the first step, and before a deliberate flip of a bit
             "initial_policy_digest": weights_digest(state.reference.named_parameters()),
             "policy_digest": weights_digest(state.policy.named_parameters()),
             "value_digest": weights_digest(state.own_value_module.named_parameters()),
@@ -108,7 +108,7 @@ class LanguageExecution(Execution[Iteration]):
         state, lora = self.prepared.state, self.prepared.lora
         models = [state.policy, state.own_value_module]
         if lora is not None and not isinstance(self.config.model, ModelFolder):
-            models.append(state.reference)  # the adapter's base
+            models.append(state.reference)  # the adapters need it as their base
         if self.prepared.reward_training is not None and self.prepared.task.reward_model is not None:
             models.append(self.prepared.task.reward_model)
         return sum(map(parameter_bytes, models)) + self.checkpoints.bytes_to_keep(run_dir)
@@ -160,7 +160,7 @@ class LanguageKind(RunKind[RunConfig, Iteration]):
         """Open an execution. Raises PromiseBroken if a rank begins with other weights than the first one."""
         with ExitStack() as stack:
             context = EngineContext(config, run_dir, self.recorded, self.watcher, self.ranks)
-            # its mistakes are reported before the minutes of a warm start
+            # started first, so that its mistakes are reported before the minutes of a warm start
             own = stack.enter_context(own_engine(context))
             reference = None if start is None else start.reference
             prepared = prepare(config, self.watcher, reference, share=True, ranks=self.ranks)

@@ -40,7 +40,7 @@ def memory_of(config: RunConfig, rank: int = 0) -> int | None:
         return memory_limit()
     if config.numerics.mode != "deterministic":
         return None
-    kernels = kernels_of(torch_device(config.layout.device, rank))  # opens the GPU: a process can have one
+    kernels = kernels_of(torch_device(config.layout.device, rank))  # opens the GPU; a process can have only one
     return kernels.free_bytes()[1] if isinstance(kernels, Card) else None
 
 

@@ -60,7 +60,7 @@ def _files_of_run(run_dir: Path) -> list[Path]:
 def on_every_machine(
     ranks: Ranks, config: Config, files: Callable[[], Sequence[Path]]
 ) -> Iterator[tuple[Config, PathHere]]:
-    """Copy files of the first process's machine to the others; the copies are removed at the end of the block.
+    """Copy files of the first process's machine to the others. The copies are removed at the end of the block.
 
     Args:
         files: lists the files, with absolute paths; the first process calls it.
@@ -108,7 +108,7 @@ def _with_sizes(files: Callable[[], Sequence[Path]]) -> list[tuple[Path, int]]:
 
 
 def _copy(ranks: Ranks, receivers: Sequence[int], files: Sequence[tuple[Path, int]], root: Path | None) -> None:
-    """Send the files to each receiver, which writes them below `root`; other ranks wait. Compare the SHA-256."""
+    """Send the files to each receiver, which writes them below `root`. Other ranks wait. Compare the SHA-256."""
     total = hashlib.sha256()
     if ranks.is_first:
         for chunk in _read(files):

@@ -27,7 +27,7 @@ class Model:
     """Sizes of one model of a run, in numbers of floats."""
 
     name: str
-    weights: int  # without the weights that it shares
+    weights: int  # without weights that the model shares with another
     trained: int
     frozen: int
     collected: int  # floats with a gradient; with an adapter, of the merged weights
@@ -38,7 +38,7 @@ class Shape:
     """Causal model without allocated weights, and the kernels' description of its shape."""
 
     def __init__(self, config: PretrainedConfig, numerics: NumericsConfig) -> None:
-        with torch.device("meta"):  # every shape, no memory
+        with torch.device("meta"):  # tensors have shapes, but no memory
             self.model = AutoModelForCausalLM.from_config(plain(config), dtype=torch.float32, trust_remote_code=False)
         self.kernels = PackedModel(trunk_of(self.model), Lowered(numerics.max_context, precision=numerics.precision))
         self.struct = self.kernels.struct
@@ -104,7 +104,7 @@ def shapes_of(config: RunConfig) -> Shapes:
     if isinstance(config.model, ModelFolder):
         path = config.model.path
         source = read_model_config(Path(path), CAUSAL_MODELS, f"model.path = {path}")
-    else:  # its tokenizer may have as many tokens as the configuration allows
+    else:  # the tokenizer does not exist yet; it may have as many tokens as the configuration allows
         source = tiny_config(config.model, config.model.vocab_size, max_context, None)
     (check_config if config.numerics.mode == "deterministic" else check_visibility)(source, max_context)
     policy = Shape(source, config.numerics)

@@ -28,15 +28,15 @@ PHASES = ("loading", "rollout", "scoring", "update")
 SAVING = "saving"  # a checkpoint, in the first of several processes: it joins the moments of all
 SMALLER: tuple[tuple[str, int], ...] = (  # fields of `layout` and values that may lower the peak
     ("update_micro_batch", 1),
-    ("update_micro_batch", 0),  # its gradients need no partial sums
+    ("update_micro_batch", 0),  # one micro-batch, whose gradients need no partial sums
     ("gradient_checkpointing", True),
     ("forward_micro_batch", 1),
     ("rollout_slots", 8),
 )
 ADAPTER = "{rank: 16, alpha: 32}"
-LEAST_SAVED = 0.9  # of the peak, which a change of a field must come below to be named
+LEAST_SAVED = 0.9  # a change of a field is named if it lowers the peak to less than this share
 EXACT_ROWS = ("weights", "moments", "older policies", "gradients")  # no estimates
-# the interpreter with torch and transformers, and compiled kernels; 0.2 GB of it are files that the system takes back
+# bytes of the interpreter with torch, transformers and kernels; 0.2 GB of it are pages of files, which the system frees
 # when memory is short
 PROCESS = 700_000_000
 CARD_SCRATCH = 600_000_000  # the memory that kernels of a GPU allocate: scores of attention, parts of products
@@ -99,7 +99,7 @@ def _planned(config: RunConfig, shapes: Shapes, processes: int) -> Plan:
 
 
 def _micro_batch(size: int, sequences: int, processes: int) -> int:
-    """Return the sequences of a pass in one of the processes, which divide the sequences; `size` 0 takes all."""
+    """Return the sequences of a pass in one of the processes, which divide the sequences. `size` 0 takes all."""
     mine = ceil(sequences / processes)
     return min(size or mine, mine)
 
@@ -114,11 +114,11 @@ def _of_weights(config: RunConfig, policy: Shape, models: tuple[Model, ...], pro
     trained = [model for model in models if model.trained]
     updated, collected = (sum(getattr(m, name) for m in trained) for name in ("trained", "collected"))
     stays = FLOAT * sum(model.weights for model in models)
-    # the model is read, and copied until adapted models share its weights
+    # the model as read, and a copy of it until adapted models share its weights
     read = stays + FLOAT * policy.parameters * (2 if any(model.frozen for model in trained) else 1)
     version, lag = FLOAT * models[0].trained, min(sampler.lag, config.ppo.iterations - 1)
     older = dict.fromkeys(PHASES[1:], lag * version)
-    older["rollout"] += version if lag else 0  # while an older policy samples, the present weights wait
+    older["rollout"] += version if lag else 0  # while an older policy samples, a copy of the present weights waits
     stock = 0 if sampler.stock is None else getattr(torch, sampler.stock).itemsize * policy.parameters
     rounded = FLOAT * models[0].packed if sampler.precision.weights != "float32" else 0
     # a frozen model frees its packed weights after its pass; a value model is packed after the reference
@@ -156,7 +156,7 @@ def _of_passes(config: RunConfig, policy: Shape, value: Shape | None, processes:
         FLOAT * vocabulary * min(count * responses, max(1, LOGITS_AT_ONCE // vocabulary)) for count in (forward, update)
     ]
     several = 2 if config.numerics.mode == "deterministic" else 5
-    # top-k and top-p: which of the vocabulary each token was drawn from, a bit each, of all responses in each process
+    # with top-k or top-p each process has, for each token of all responses, one bit for each token of the vocabulary
     kept_sets = sequences * responses * ceil(vocabulary / 8) * config.rollout.cuts
     return {
         "activations": {

@@ -56,9 +56,9 @@ class Prepared:
     task: Task
     state: TrainState
     engine: BuiltInSampler
-    warm_start: tuple[WarmStartStep, ...]  # empty where no model was trained here before PPO
+    warm_start: tuple[WarmStartStep, ...]  # empty if there was no warm start here
     reward_training: RewardTraining | None  # None unless a reward model was trained here
-    lora: Lora | None  # None where all weights of the policy are trained
+    lora: Lora | None  # None if all weights of the policy are trained
 
 
 def _source(
@@ -196,7 +196,7 @@ def prepare(
     numerics = config.numerics
     library.use_threads(config.layout.threads, numerics.mode == "native" or config.mismatch.sampler.stock is not None)
     device = usable_device(config.layout.device, numerics.mode, ranks)
-    disable_progress_bar()  # the run shows its own
+    disable_progress_bar()  # the run prints its own progress
     process = UserProcess()
     judge = load_judge(config.reward, process)
     prompts = load_source(config.task, config.seed, process)
@@ -204,7 +204,7 @@ def prepare(
     functions = load_functions(config.functions)
     try_functions(config, functions)
     source, tokenizer = _source(config, prompts.problems, start_folder, device)
-    # before the minutes that a warm start takes
+    # checked here, before the minutes of a warm start
     ends = stop_ids(source, tokenizer)
     problems, ids = _encoded(config, prompts.problems, tokenizer, ends, source.config.vocab_size, watcher)
     stop, most = config.rollout.stop, config.rollout.max_response_tokens

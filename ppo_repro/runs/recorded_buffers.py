@@ -31,7 +31,7 @@ class Records:
         return bool(values.null_count < len(values))
 
     def tensor(self, table: str, column: str, rows: slice = slice(None)) -> Tensor:
-        """Return some rows of a column as a tensor; the column has no nulls."""
+        """Return some rows of a column as a tensor. The column has no nulls."""
         return torch.from_numpy(np.array(self.tables[table].column(column).to_numpy()[rows]))
 
     def tensor_or_none(self, table: str, column: str, rows: slice = slice(None)) -> Tensor | None:
@@ -40,7 +40,7 @@ class Records:
         return self.tensor(table, column, rows) if is_there else None
 
     def values(self, table: str, column: str) -> tuple[Any, ...]:
-        """Return a column as Python values; lists become tuples."""
+        """Return a column as Python values. Lists become tuples."""
         values = self.tables[table].column(column).to_pylist()
         return tuple(tuple(value) if isinstance(value, list) else value for value in values)
 
@@ -64,7 +64,7 @@ def read_iteration(run_dir: Path, recorded: Manifest, iteration: int) -> Records
 
 
 def rollout_of(records: Records, temperature: float) -> buffers.Rollout:
-    """Return the sampled responses; the sets of kept tokens are absent, because no later stage reads them.
+    """Return the sampled responses. The sets of kept tokens are absent, because no later stage reads them.
 
     `temperature`: at which they were sampled, which the configuration says.
     """
@@ -106,7 +106,7 @@ def forward_of(records: Records) -> buffers.ForwardPass:
 
 
 def rewards_of(records: Records) -> buffers.Rewards:
-    """Return scores and rewards; a column without records is 0, and is not compared."""
+    """Return scores and rewards. A column without records is 0, and is not compared."""
     zeros, recorded = torch.zeros(records.tables["tokens"].num_rows), _token_fields(records, "rewards")
     unrecorded = {"placed_scores": zeros.to(torch.float64), "raw_rewards": zeros}
     return buffers.Rewards(

@@ -20,12 +20,12 @@ from ppo_repro.runs.starting_point import start_files
 
 @dataclass(frozen=True)
 class Continued(Generic[Config]):
-    """A recorded run that is computed on, or again."""
+    """A recorded run that will be continued, or computed again."""
 
     recorded: Manifest
     config: Config
-    checkpoint: str | None  # from which it goes on, below the run folder; None: from the beginning
-    files: list[Path]  # that every machine needs; the model is among them unless the checkpoint has it
+    checkpoint: str | None  # where the run continues, a path below the run folder; None: at the beginning
+    files: list[Path]  # files that every machine needs, with the model's unless the checkpoint has its weights
 
 
 def continued(

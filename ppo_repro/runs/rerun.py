@@ -24,10 +24,10 @@ class Rerun:
     """The result of executing a run again."""
 
     difference: Difference | None
-    fingerprint: str  # of the records and of the new execution after them, as far as it went
-    begun: int  # iterations of the checkpoint from which it went on, 0 without one
-    iterations: int  # computed again
-    taken: str = ""  # the engine whose samples were taken from the records; empty where all were drawn again
+    fingerprint: str  # over the records up to `begun`, then over the iterations computed again
+    begun: int  # iterations of the checkpoint at which the rerun began; 0 without a checkpoint
+    iterations: int  # number of iterations computed again
+    taken: str = ""  # the engine whose samples were read from the records; empty if all were drawn again
 
 
 def rerun(

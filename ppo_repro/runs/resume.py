@@ -98,7 +98,7 @@ def _mark_resumed(
 
 
 def remove_unfinished(run_dir: Path, recorded: Manifest, contents: Verified) -> None:
-    """Remove what ended processes had begun to write; `recorded` lists all files that stay.
+    """Remove what ended processes had begun to write. `recorded` lists all files that stay.
 
     Raises UserError if that fails.
     """

@@ -42,9 +42,9 @@ def run(
     tracking: AbstractContextManager[object] = NO_TRACKING,
     label: Label = UNLABELLED,
 ) -> tuple[Path, dict[str, float]]:
-    """Execute a configuration and record everything; a run that fails midway keeps its complete iterations.
+    """Execute a configuration and record everything. A run that fails midway keeps its complete iterations.
 
-    If there are several processes, the first one records; the others get copies of the files that the run reads.
+    If there are several processes, the first one records. All others get copies of the files that the run reads.
 
     Args:
         clock: a running clock, whose phases count too.
@@ -67,7 +67,7 @@ def run(
 
 
 def writing(ranks: Ranks, run_dir: Path) -> AbstractContextManager[None]:
-    """Lock a run folder; the first of several processes holds the lock. Raises UserError if another process has it."""
+    """Lock a run folder. The first of several processes holds the lock. Raises UserError if another process has it."""
     return only_writer(run_dir) if ranks.is_first else nullcontext()
 
 
@@ -122,7 +122,7 @@ def _new_run(temporary: Path, run_dir: Path, label: Label, inherited: Inherited 
         writer.publish_run(temporary, run_dir)
         yield
     except BaseException as error:
-        if temporary.exists():  # it has not been renamed yet
+        if temporary.exists():  # the run ended before this folder was renamed
             shutil.rmtree(temporary, ignore_errors=True)
         elif manifest.load_head(run_dir).num_iterations > begun or isinstance(error, UnequalBits):
             end_by_error(run_dir, error)
@@ -147,9 +147,9 @@ def _mark_ended(run_dir: Path, error: BaseException) -> None:
 
     If writing fails, the manifest still says "running", and the caller reports `error`. Records never change.
     """
-    interrupts.ending()  # launchers send a signal again and again
+    interrupts.ending()  # ignores further signals, because launchers repeat them
     with suppress(UserError, OSError):
-        # from the disk: the error may have come after the file was written and before our copy was updated
+        # read the manifest again: the error may have come after it was written and before our copy was updated
         ended = RunWriter(run_dir)
         if ended.head.status != "complete":
             sums = run_dir / UNEQUAL / SUMS_NAME

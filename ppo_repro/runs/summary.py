@@ -26,7 +26,7 @@ PHASES = ("rollout", "forward", "update")  # phases that handle tokens
 SHOWN = 0.05  # seconds; a shorter phase rounds to 0.0
 MANY_CUT = 0.5  # share of the responses cut at the limit from which a person hears of it
 UNITS: Mapping[Kind, str] = {LANGUAGE: "tokens", CONTROL: "steps", DPO: "pairs"}  # the meaning of a token
-# of the table `iterations`, worth a glance; together not wider than a terminal of 80 columns
+# the shown columns of the table `iterations`; together not wider than a terminal of 80 columns
 COLUMNS: Mapping[Kind, tuple[str, ...]] = {
     LANGUAGE: ("iteration", "score_mean", "eval_score", "entropy", "ref_kl_per_token", "explained_variance"),
     CONTROL: ("iteration", "episode_return_mean", "eval_return", "entropy", "explained_variance"),
@@ -48,7 +48,7 @@ class Summary:
 
 
 def summarise(run_dir: Path, seconds: dict[str, float] | None = None) -> Summary:
-    """Return the summary of a complete run; `seconds` by phase replace the recorded seconds."""
+    """Return the summary of a complete run. `seconds` by phase replace the recorded seconds."""
     recorded = reader.open_manifest(run_dir)
     rows = reader.read_iterations(run_dir, recorded=recorded)
     figures: Figures = {
@@ -170,7 +170,7 @@ def draws_of_records(iteration: int, tokens: pd.DataFrame) -> Draws:
 
 
 def are_drawn(config: RunConfig) -> bool:
-    """Return whether the recorded tokens were drawn; tokens that were encoded again were not."""
+    """Return whether the recorded tokens were drawn. Tokens that were encoded again were not."""
     return not config.mismatch.trainer.retokenize
 
 
@@ -238,13 +238,13 @@ def not_promised(config: RunConfig) -> list[str]:
 
 
 def _control(run_dir: Path, recorded: Manifest, rows: pd.DataFrame) -> Described:
-    """Describe a control run, whose tokens are environment steps; returns are undiscounted."""
+    """Describe a control run, whose tokens are environment steps. The returns are undiscounted."""
     final, (figures, agreement) = recorded.final, _agreement(rows, "rollout", has_value_model=True)
     before, after = float(rows["eval_return"].iloc[0]), float(final["eval_return"])
     figures |= {
         "episodes": int(rows["episodes"].sum()),
-        "last_100_return": float(final["last_100_return"]),  # of training episodes; of all where there are fewer
-        "eval_before": before,  # likeliest actions; NaN where no episodes are configured
+        "last_100_return": float(final["last_100_return"]),  # training episodes; all if there are fewer
+        "eval_before": before,  # likeliest actions; NaN if no evaluation episodes are configured
         "eval_after": after,
     }
     return figures, [

@@ -90,7 +90,7 @@ def _value_model(
     reward_model: PreTrainedModel | None,
     share: bool,
 ) -> tuple[networks.ValueModel, Lora | None]:
-    """Make a value model with a trunk of its own, and its adapters; `share` is the argument of `train_state`."""
+    """Make a value model with a trunk of its own, and its adapters. `share` is the argument of `train_state`."""
     numerics = config.numerics
     mode, max_context, precision = numerics.mode, numerics.max_context, numerics.precision
     if settings.init == "reward_model":

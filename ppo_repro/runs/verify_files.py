@@ -25,7 +25,7 @@ from ppo_repro.records.label import LABEL_NAME
 from ppo_repro.records.manifest import Manifest
 from ppo_repro.runs.summary import not_promised
 
-# what a process writes before the manifest lists it; a file with another name belongs to the user
+# names of files that a process may write before the manifest lists them; any other unlisted file is foreign
 _UNFINISHED = re.compile(
     r"(manifest\.json|iterations\.jsonl)\.tmp"
     rf"|({'|'.join(map(re.escape, (ACCURACY_NAME, CARD_NAME, TIMES_NAME)))}|resumed-\d{{3,}}\.json)(\.tmp)?"
@@ -37,7 +37,7 @@ _UNFINISHED = re.compile(
 
 @dataclass(frozen=True)
 class Verified:
-    """The contents of an undamaged run folder; paths are relative to it."""
+    """The contents of an undamaged run folder. Paths are relative to it."""
 
     status: str
     fingerprint: str
@@ -46,8 +46,8 @@ class Verified:
     checkpoints: int
     model_folders: int
     unfinished: tuple[str, ...]  # files that an ended process had begun to write; `resume` removes them
-    unfinished_line: int  # bytes behind the end of the log, for the same reason
-    uncovered: tuple[str, ...]  # under no digest: no part of the run
+    unfinished_line: int  # bytes after the end of the log, from an ended process too
+    uncovered: tuple[str, ...]  # files without a digest, which are no part of the run
     not_promised: tuple[str, ...] = ()  # of a run whose engine promises no bits
 
     def lines(self) -> list[str]:
@@ -87,7 +87,7 @@ def verify_files(run_dir: Path, recorded: Manifest | None = None) -> Verified:
         if path.is_dir() or name in listed:
             continue
         if name.split("/")[0] in (ENGINE_NAME, SERVERS_NAME) or name.removesuffix(".tmp") in (LABEL_NAME, REPORT_NAME):
-            uncovered.append(name)  # label and report are written at any time
+            uncovered.append(name)  # label, report and logs may change at any time
         elif recorded.status != "complete" and _UNFINISHED.fullmatch(name):
             unfinished.append(name)
         else:

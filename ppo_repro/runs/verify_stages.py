@@ -101,10 +101,10 @@ def recompute(run_dir: Path, recorded: Manifest) -> Recomputed | None:
     if not manifest.has_responses(recorded) or not own:
         return None
     config = load_recorded_config(run_dir)
-    # compute all columns that follow from records, at whatever level the run recorded
+    # level `full` computes all columns that follow from the records, whatever level the run recorded
     at_full = config.model_copy(update={"records": RecordsConfig(level="full")})
     coefficients, functions = first_coefficients(config.kl, config.ppo.objective), load_functions(config.functions)
-    if recorded.origin is not None:  # the iterations before have another configuration
+    if recorded.origin is not None:  # copied iterations have the origin's configuration
         coefficients = checkpoint.load_coefficients(run_dir / FORKED_FROM, recorded.files[FORKED_FROM])
     compared, left_out = dict[Stage, int](), dict[Stage, LeftOut]()
     for iteration in own:
@@ -169,7 +169,7 @@ def _again(
     """Return the iteration with recomputed rewards and advantages, each from the records of the stage before."""
     rewards, advantages = item.rewards, item.advantages
     if "rewards" in stages:
-        # the values of the reward terms, which the task's verifier gave, are recorded
+        # the values of the reward terms come from the records, because only the task's verifier can compute them
         finished = [reason == "stop" for reason in item.rollout.finish_reason]
         scores = weighted_scores(config.reward, rewards.score_parts, finished)
         judged = Judgement(scores, [list(parts) for parts in rewards.score_parts], rewards.is_correct.tolist())
@@ -246,7 +246,7 @@ def _compare(
         skipped |= {("iterations", "eval_accuracy"), ("iterations", "eval_score")}
     count = 0
     for table in manifest.tables_of(recorded):
-        # the recorded columns; at level lean a column may be null in every row
+        # only columns that the run recorded: at level `lean` a column may be null in every row
         compared = tuple(
             column
             for column in table.columns

@@ -57,7 +57,7 @@ def _accuracy(engine: BuiltInSampler, pairs: Sequence[Pair]) -> float:
 
 
 def _minibatches(pairs: Sequence[Pair], size: int, seed: int) -> Iterator[tuple[int, list[Pair]]]:
-    """Yield epoch and minibatch without end: `size` pairs of a random order; an epoch's last pairs may be left out."""
+    """Yield epoch and minibatch without end: `size` pairs of a random order. An epoch's last pairs may be left out."""
     for epoch in count():
         order = permutation(len(pairs), "warm start", seed, epoch)
         for k in range(0, len(pairs) - size + 1, size):
@@ -81,7 +81,7 @@ def warm_start(
 ) -> tuple[WarmStartStep, ...]:
     """Train `source` in place to give the answers; return the record of each step.
 
-    The loss is cross-entropy on answer and end token; the optimizer is AdamW. The learning rate rises over 30 steps,
+    The loss is cross-entropy on answer and end token. The optimizer is AdamW. The learning rate rises over 30 steps,
     stays constant until the greedy accuracy on 256 training prompts reaches `warm_start_accuracy`, then falls to zero
     over 20.
 

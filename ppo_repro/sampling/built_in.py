@@ -19,7 +19,7 @@ from ppo_repro.numerics.families import routers
 from ppo_repro.sampling.draw import sample
 from ppo_repro.sampling.seats import Sampled, Seated, Seats
 
-# logits [n, V] float32, seeds of the responses [n], positions [n] of the last input tokens, temperature -> logits
+# (logits [n, V] float32, seeds of the responses [n], positions [n] of the last input tokens, temperature) -> logits
 LogitsHook = Callable[[Tensor, Tensor, Tensor, float], Tensor]
 
 
@@ -29,7 +29,7 @@ def unchanged(logits: Tensor, seeds: Tensor, positions: Tensor, temperature: flo
 
 
 class RequestQueue:
-    """Requests that wait, and requests in seats; a finished request gives its seat to the next one."""
+    """Requests that wait, and requests in seats. A finished request gives its seat to the next one."""
 
     def __init__(self, requests: Sequence[Request], seats: int) -> None:
         self._waiting, self._free = deque(enumerate(requests)), list(range(seats))
@@ -37,7 +37,7 @@ class RequestQueue:
 
     def next_batch(self) -> list[Seated]:
         """Return the answered requests, or else new ones, or else all seated requests; none when all are finished."""
-        # in native numerics the order of the rows decides bits, and recorded runs have this order
+        # in native numerics bits depend on the order of the rows, and recorded runs have this order
         self._seated.sort(key=lambda item: item.is_answered)
         if answered := [item for item in self._seated if item.is_answered]:
             return answered
@@ -53,7 +53,7 @@ class RequestQueue:
 
 
 class BuiltInSampler:
-    """Samples with the weights that the policy has at a call; no keys and values stay after the call."""
+    """Samples with the weights that the policy has at a call. No keys and values stay after the call."""
 
     def __init__(
         self,

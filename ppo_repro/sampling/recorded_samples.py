@@ -30,7 +30,7 @@ class RecordedSampler:
     """Returns the recorded samples of recorded iterations, and samples with `engine` after them."""
 
     recorded: Recorded
-    state: TrainState  # knows the iteration
+    state: TrainState  # has the number of the present iteration
     engine: Engine
     ranks: Ranks  # the first process reads the records
 

@@ -24,7 +24,7 @@ class EngineSampling:
 
 
 def checked_responses(value: Any, prompts: int, sampling: EngineSampling) -> list[Response]:
-    """Return the responses of `generate` as plain data; lists may be tuples, arrays or tensors.
+    """Return the responses of `generate` as plain data. Lists may be tuples, arrays or tensors.
 
     Raises RefusedError, with the fault, for the first wrong response.
     """

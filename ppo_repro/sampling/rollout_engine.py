@@ -79,7 +79,7 @@ def rollout_engine(
             try:
                 yield engine if recorded is None else RecordedSampler(recorded, state, engine, ranks)
             finally:
-                shutil.rmtree(folder, ignore_errors=True)  # the weights that it loaded last
+                shutil.rmtree(folder, ignore_errors=True)  # the weights that the engine loaded last
     else:
         yield built_in
 

@@ -1,7 +1,7 @@
 """Compute logits for requests in seats.
 
 A seat is the part of the cache with the keys and values of one sequence. A request stays in its seat until its
-completion ends; keys and values stay until the next request takes the seat.
+completion ends. Keys and values stay until the next request takes the seat.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ppo_repro.numerics.sequences import index, ragged
 
 
 def _keys(tokens: Sequence[int]) -> list[int]:
-    """Return a hash of every prefix, shortest first; equal prefixes have equal hashes."""
+    """Return a hash of every prefix, shortest first. Equal prefixes have equal hashes."""
     return list(accumulate(tokens, lambda key, token: hash((key, token)), initial=0))[1:]
 
 
@@ -49,14 +49,14 @@ class PrefixIndex:
         keys = _keys(prompt)
         for length in range(len(keys), 0, -1):
             seat = self._seats.get(keys[length - 1])
-            # the seat may hold other tokens by now, and two prefixes may have the same key
+            # compare the tokens: the seat may have other tokens by now, and two prefixes may have the same key
             if seat is not None and self._tokens[seat][:length] == tuple(prompt[:length]):
                 return seat, length
         return 0, 0
 
 
 class Sampled(NamedTuple):
-    """A sampled token: one row of a `draw.DrawnTokens`; NumPy numbers are read faster than tensors."""
+    """A sampled token: one row of a `draw.DrawnTokens`. NumPy numbers are read faster than tensors."""
 
     token: int
     logprob: np.float32
@@ -185,7 +185,7 @@ class Seats:
         return rows
 
     def _take_over(self, item: Seated) -> None:
-        """Copy the longest prefix that a seat has; the last prompt token is always computed, for its logits."""
+        """Copy the longest prefix that a seat has. The last prompt token is always computed, for its logits."""
         source, item.computed = self._prefixes.longest(item.request.prompt_ids[:-1])
         if item.computed and source != item.seat:
             self._network.copy_prefix(self._cache, source, item.seat, item.computed)

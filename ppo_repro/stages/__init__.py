@@ -1,1 +1,1 @@
-"""The stages of one iteration; each is a function from earlier stages to the next frozen type."""
+"""The stages of one iteration. Each is a function from earlier stages to the next frozen type."""

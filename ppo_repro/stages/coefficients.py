@@ -28,7 +28,7 @@ from ppo_repro.ppo.controllers import adaptive_clip_range, adaptive_kl_coef, ada
 
 
 def first_coefficients(charged: KLConfig, objective: Objective) -> Coefficients:
-    """Return the coefficients of the first iteration."""
+    """Return the coefficients of the first iteration, as configured; 0 for a coefficient that the run does not use."""
     return Coefficients(
         kl_coef=0.0 if isinstance(charged, NoKL) else charged.kl_coef,
         clip_range=objective.clip_range if isinstance(objective, AdaptiveClipObjective) else 0.0,
@@ -82,7 +82,7 @@ def learning_rates(ppo: PPOConfig, value: ValueConfig, iteration: int) -> tuple[
 
 
 def set_learning_rates(state: TrainState, ppo: PPOConfig, value: ValueConfig) -> None:
-    """Set the optimizers' learning rates for the iteration of `state`."""
+    """Give the optimizers the learning rates that the schedule has in the iteration of `state`."""
     of_policy, of_value = learning_rates(ppo, value, state.iteration)
     state.policy_optimizer.settings = replace(state.policy_optimizer.settings, learning_rate=of_policy)
     if state.value_optimizer is not None and of_value is not None:

@@ -47,7 +47,7 @@ def cross_check(config: RunConfig, state: TrainState, rollout: Rollout, forward:
 
 
 def _drawn(config: RunConfig, iteration: int, rollout: Rollout) -> tuple[TokenBatch, Tensor]:
-    """Draw responses until there are enough tokens; only the first tokens of the last response are computed.
+    """Draw responses until there are enough tokens. Only the first tokens of the last response are computed.
 
     Returns:
         The responses as a batch, and the index [n] int64 of their tokens into the rollout's tokens.

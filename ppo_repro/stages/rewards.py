@@ -44,7 +44,7 @@ def judge(
     samples: Sequence[Sample],
     ranks: Ranks,
 ) -> Judgement:
-    """Judge responses. Each rank runs the reward model on its responses; one rank computes everything else.
+    """Judge responses. Each rank runs the reward model on its responses. One rank computes everything else.
 
     Args:
         prompts: [B] token ids, ragged.
@@ -74,7 +74,7 @@ def compute_rewards(
 def check_rewards(task: Task, rollout: Rollout, ranks: Ranks) -> None:
     """Raise UserError if a user's reward or verifier gives one of the first responses two scores.
 
-    Also raise it if a reward compares responses. The start of a run checks these functions on answers; they may be
+    Also raise it if a reward compares responses. The start of a run checks these functions on answers. They may be
     wrong only on texts that a model writes.
     """
     rows = [sample.row for sample in samples_of(task, rollout, CHECKED)]
@@ -157,7 +157,7 @@ def _placed_scores(
     """Return the scores [B] placed on tokens, [N] float64."""
     at_steps, placement = _step_rewards(config, rollout), config.reward.placement
     runs = at_steps.split(rollout.lengths.tolist())
-    # in the order of the tokens: torch's sums have the order of the machine
+    # summed in the order of the tokens, because the order of torch's sums depends on the machine
     rest = scores - torch.tensor([reduce(add, run.tolist(), 0.0) for run in runs], dtype=torch.float64)
     if isinstance(placement, str):
         return place_scores(rest, rollout.lengths, rollout.word_ids(), placement) + at_steps
@@ -215,7 +215,7 @@ def compute_advantages(
     rewards: Rewards,
     functions: Functions = BUILT_IN,
 ) -> Advantages:
-    """Compute advantages and value targets of N tokens, float32; whitening is over all tokens of the iteration."""
+    """Compute advantages and value targets of N tokens, float32. Whitening is over all tokens of the iteration."""
     if isinstance(settings, GroupAdvantages):
         by_response = group_advantages(rewards.scores.tolist(), rollout.prompts.prompt_key, settings.scale)
         raw = torch.repeat_interleave(torch.tensor(by_response, dtype=torch.float32), rollout.lengths)

@@ -38,7 +38,7 @@ class Task:
 
 
 def choose_prompts(config: RunConfig, task: Task, iteration: int) -> Prompts:
-    """Choose the prompts of an iteration, each `samples_per_prompt` times; every response has its own seed."""
+    """Choose the prompts of an iteration, each `samples_per_prompt` times. Every response has its own seed."""
     problems = choose(task.problems.train, config.rollout.prompts_per_iteration, config.seed, iteration)
     # a small task can draw a prompt twice in one iteration; the numbers of its samples then continue
     entries: list[tuple[Problem, int]] = []
@@ -73,7 +73,7 @@ def sampling_of(config: RunConfig, greedy: bool = False) -> Sampling:
 
 @dataclass(frozen=True)
 class Answered:
-    """A completion, with its text."""
+    """A completion with its text and, in episodes of several turns, the environment's part."""
 
     completion: Completion
     text: str  # of all its tokens, without special ones
@@ -128,7 +128,7 @@ def known(name: str, values: Sequence[T | None]) -> tuple[T, ...] | None:
 
 
 def roll_out(config: RunConfig, task: Task, engine: Engine, prompts: Prompts, ranks: Ranks) -> Rollout:
-    """Sample one response to every prompt."""
+    """Sample one response to every prompt. Each process samples a part, and every process returns all responses."""
     problems = [task.problems.by_key[key] for key in prompts.prompt_key]
     answers = generate(task, engine, problems, sampling_of(config), prompts.seed, ranks)
     completions = [answer.completion for answer in answers]
@@ -154,7 +154,7 @@ def roll_out(config: RunConfig, task: Task, engine: Engine, prompts: Prompts, ra
 
 
 def _spans(task: Task, answer: Answered) -> Spans:
-    """Find the place of each sampled token in the text of all tokens."""
+    """Find the position of each sampled token in the text of all tokens, the environment's included."""
     of_all = spans(task.tokenizer, answer.ids, answer.text)
     if answer.episode is None:
         return of_all

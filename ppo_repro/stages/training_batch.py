@@ -51,7 +51,7 @@ TokenKL = Callable[[Tensor, Tensor], Tensor]  # log-probs of policy and referenc
 
 
 def objective_of(ppo: PPOConfig, coefficients: Coefficients, functions: Functions) -> Objective | OwnObjective:
-    """Return the configured objective, with this iteration's coefficients."""
+    """Return the configured objective; adaptive ones use this iteration's clip range or penalty."""
     match ppo.objective:
         case ClipObjective() as o:
             return Clip(o.clip_range, o.high, o.dual_clip)
@@ -120,7 +120,7 @@ def training_batch(
     advantages: Advantages,
     functions: Functions = BUILT_IN,
 ) -> TrainingBatch:
-    """Collect the data on which the update of one iteration trains."""
+    """Collect the inputs of an iteration's losses, and leave rejected tokens out of them if so configured."""
     ppo, corrected = config.ppo, corrections_of(config.ppo, rollout, forward)
     in_losses = rollout.in_losses
     if corrected is not None and ppo.rejected_tokens == "left_out":
@@ -259,7 +259,7 @@ class Schedule:
                 yield PlannedStep(epoch, number, chosen, of_policy, of_value)
 
     def follow(self, update: PolicyUpdate) -> None:
-        """Let the policy's step decide whether the policy takes another one."""
+        """Stop the policy's steps if its KL in this step exceeded `early_stop_kl`."""
         limit = self.config.ppo.early_stop_kl
         self.stopped = limit is not None and update.approx_kl > limit
 
@@ -284,7 +284,7 @@ def minibatch_of(
     sequences: Tensor,
     micro_batches: Sequence[MicroBatch] = (),
 ) -> Minibatch:
-    """Make the minibatch of one step.
+    """Make the minibatch of one step: its tokens, and the weight of each in the loss.
 
     Args:
         sequences: [S] int64, the responses of the minibatch, ascending.

@@ -41,12 +41,12 @@ class ValueColumns(NamedTuple):
 
 
 def joined(columns: Sequence[Columns]) -> Columns:
-    """Join the columns of micro-batches."""
+    """Concatenate each column over the micro-batches, in order; None if the first micro-batch lacks it."""
     return tree_map(lambda *parts: None if parts[0] is None else torch.cat(parts), *columns)
 
 
 def detached(columns: Columns) -> Columns:
-    """Detach columns from autograd."""
+    """Return the columns without their graph, which would keep activations in memory."""
     return tree_map(lambda column: None if column is None else column.detach(), columns)
 
 

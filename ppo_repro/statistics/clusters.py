@@ -1,4 +1,4 @@
-"""Compute means with standard errors by cluster, and quantiles from counts; the order of the data has no effect.
+"""Compute means with standard errors by cluster, and quantiles from counts. The order of the data has no effect.
 
 Tokens of one response are not independent, so a standard error is over whole responses.
 """
@@ -16,7 +16,7 @@ from ppo_repro.statistics.kl import Floats
 
 Ints = npt.NDArray[np.int64]
 
-# float64 bits kept in a bin: positive numbers are ordered like their bits, 128 bins between two powers of two
+# A bin is a float64 without its lowest bits, because positive floats are ordered like their bits: 128 bins in an octave
 _BITS_DROPPED = 45
 
 
@@ -38,7 +38,7 @@ def exact_sum(values: npt.ArrayLike) -> float:
 
 
 def sequence_starts(tokens: pd.DataFrame) -> npt.NDArray[np.intp]:
-    """Return the index of the first row of each sequence; the rows of a sequence are consecutive."""
+    """Return the index of the first row of each sequence. The rows of a sequence are consecutive."""
     keys = tokens[["iteration", "sequence"]].to_numpy()
     new = np.ones(len(keys), dtype=bool)
     new[1:] = (keys[1:] != keys[:-1]).any(axis=1)
@@ -46,12 +46,12 @@ def sequence_starts(tokens: pd.DataFrame) -> npt.NDArray[np.intp]:
 
 
 def segment_sums(values: Floats, starts: npt.NDArray[np.intp]) -> Floats:
-    """Return the sum of each segment of `values`, float64; a segment begins at each index of `starts`."""
+    """Return the sum of each segment of `values`, float64. A segment begins at each index of `starts`."""
     return np.add.reduceat(values, starts) if len(starts) else np.zeros(0)
 
 
 def ratio_of_sums(numerator: Floats, denominator: Floats) -> Ratio:
-    """Return R = sum Y / sum X over clusters, and its linearised standard error; each cluster has one Y and one X.
+    """Return R = sum Y / sum X over clusters, and its linearised standard error. Each cluster has one Y and one X.
 
     se = sqrt(G / (G - 1) sum_g (Y_g - R X_g)^2) / sum X for G clusters, NaN for one cluster. R is NaN if sum X is 0 or
     not finite. A mean is the case X = 1. Source: Cochran, Sampling Techniques, 1977, 6.3.

@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-# a sampler is suspected beyond so many standard errors, or if its levels have at most the probability of as many
+# standard errors beyond which a sampler is suspected; its tails are suspected below the same probability
 CLEAR = 4.5
 CHANCE = math.erfc(CLEAR / math.sqrt(2))
 ROUNDED = 1e-3  # share of the tokens
-# the tails (1 - 2^-k, 1) whose levels are counted
+# each k of the tails (1 - 2^-k, 1) in which levels are counted
 TAILS = np.arange(1, 15)
 
 
@@ -32,7 +32,7 @@ def moved_by_rounding(tokens: int) -> float:
 
 @dataclass(frozen=True)
 class Draws:
-    """Sums over some sampled tokens; `+` adds the sums of other responses."""
+    """Sums over some sampled tokens. `+` adds the sums of other responses."""
 
     tokens: int
     excess: float  # sum of log p(token) + H(p), nats

@@ -13,17 +13,17 @@ Floats = npt.NDArray[np.float64]
 
 
 def k1(log_ratio: Floats) -> Floats:
-    """Return x = log_ratio, float64 [N]; its mean has no bias and may be negative."""
+    """Return x = log_ratio, float64 [N]. Its mean has no bias and may be negative."""
     return log_ratio
 
 
 def k2(log_ratio: Floats) -> Floats:
-    """Return x^2 / 2 for x = log_ratio, float64 [N]; its mean is biased and never negative."""
+    """Return x^2 / 2 for x = log_ratio, float64 [N]. Its mean is biased and never negative."""
     return 0.5 * log_ratio * log_ratio
 
 
 def k3(log_ratio: Floats) -> Floats:
-    """Return e^-x - 1 + x for x = log_ratio, float64 [N]; its mean has no bias and is never negative.
+    """Return e^-x - 1 + x for x = log_ratio, float64 [N]. Its mean has no bias and is never negative.
 
     expm1 keeps the digits that e^-x - 1 would lose near x = 0; k3 is infinite for x < -709.
     """

@@ -82,7 +82,7 @@ class MismatchSums:
 
 
 def mismatch_sums(tokens: pd.DataFrame, masked: int = 0) -> MismatchSums:
-    """Sum `with_mismatch` rows of whole responses; `masked` counts the tokens that a mask removed before."""
+    """Sum `with_mismatch` rows of whole responses. `masked` counts the tokens that a mask removed before."""
     starts = clusters.sequence_starts(tokens)
     finite, has_ulps = tokens["finite"].to_numpy(), tokens["ulp"].to_numpy() >= 0
 

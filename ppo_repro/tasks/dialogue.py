@@ -41,7 +41,7 @@ def around_reply(task: TaskConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[
 
 @dataclass(eq=False)
 class Environment:
-    """What ends and answers the model's turns in a run; it warns once about a template, for all of the run."""
+    """What ends and answers the model's turns in a run. It warns once about a template, for all of the run."""
 
     task: TaskConfig
     stop: Sequence[str]  # texts that end a turn of the model
@@ -58,7 +58,7 @@ class Environment:
 
 
 class Conversations:
-    """Environment's turns in some requests; `said` has the environment's texts by the index of the request."""
+    """Environment's turns in some requests. `said` has the environment's texts by the index of the request."""
 
     def __init__(self, environment: Environment, problems: Sequence[Problem]) -> None:
         """Begin the episodes of some prompts, `problems`."""

@@ -28,7 +28,7 @@ ROLES = {"system", "user", "assistant", "tool"}
 
 @dataclass(frozen=True)
 class Problem:
-    """One prompt; its key identifies it in records and does not depend on the order of the file."""
+    """One prompt. Its key identifies it in records and does not depend on the order of the file."""
 
     key: str
     prompt: str
@@ -107,7 +107,7 @@ def column_steps(prompt: str, base: int) -> tuple[str, ...]:
     """Return the steps of an addition `a+b=` of numbers with equally many digits, column by column from the right.
 
     A column has two steps: its sum, `a+b=s`, or `a+b+1=s` after a carry, and the digits of the result so far. The last
-    column has only the first one; the answer follows.
+    column has only the first one. The answer follows.
     """
     left, right = prompt.removesuffix("=").split("+")
     steps, carry, digits = [], 0, ""
@@ -123,7 +123,7 @@ def column_steps(prompt: str, base: int) -> tuple[str, ...]:
 def make_problem(where: str, fields: Mapping[str, object], chat_template: bool = False) -> Problem:
     """Make the problem in the fields of a JSON object. Raises UserError, with `where` and the wrong field.
 
-    With `chat_template` a prompt may be a list of chat messages; its text has one line per message.
+    With `chat_template` a prompt may be a list of chat messages. Its text has one line per message.
     """
     messages = None
     if isinstance(fields.get("prompt"), list):
@@ -161,7 +161,7 @@ def _messages(where: str, value: Any, chat_template: bool) -> list[dict[str, str
 
 
 def all_different(entries: Iterable[tuple[str, str, Problem]]) -> list[Problem]:
-    """Return the problems of entries (where, name, problem).
+    """Return the problems of entries (where, name, problem). An error begins with `where` and quotes a `name`.
 
     Raises UserError for a key or prompt that appears twice, because it could be trained on and held out.
     """
@@ -181,7 +181,7 @@ def all_different(entries: Iterable[tuple[str, str, Problem]]) -> list[Problem]:
 def read_problems(
     path: Path, chat_template: bool = False, template: str | None = None, field: str = FIELD
 ) -> list[Problem]:
-    """Read one problem per line, or per row of a Parquet file; all problems have answers, or none has one.
+    """Read one problem per line, or per row of a Parquet file. All problems have answers, or none has one.
 
     With `chat_template` a prompt may be a list of messages. A `template` makes the prompt from the fields of a line.
     Raises UserError, with file and line, for the first mistake.
@@ -201,7 +201,7 @@ def read_problems(
 
 
 def _with_answer(line: Line) -> dict[str, Any]:
-    """Return the fields of a line; the answer may be in reward_model.ground_truth, as in verl's files."""
+    """Return the fields of a line. The answer may be in reward_model.ground_truth, as in verl's files."""
     fields, model = line.fields, line.fields.get("reward_model")
     if "answer" in fields or not isinstance(model, dict) or "ground_truth" not in model:
         return fields
@@ -297,7 +297,7 @@ def load_source(task: TaskConfig, seed: int, process: UserProcess | None = None)
 
 
 def _read_once(field: str, path: Path, task: JsonlTask) -> list[Problem]:
-    """Return the problems of a file; a second call, after the checks of a run, reads only a changed file."""
+    """Return the problems of a file. A second call, after the checks of a run, reads only a changed file."""
     how = task.chat_template, task.prompt_template, field
     try:
         about = path.stat()

@@ -51,12 +51,12 @@ def extracted(response: str, extraction: AnswerExtraction) -> str | None:
 
 
 def matches(response: str, answer: str) -> bool:
-    """Return whether the response equals the answer, if it is not empty; surrounding white space does not count."""
+    """Return whether the response equals the answer, if it is not empty. Surrounding white space does not count."""
     return response.strip() == answer.strip() != ""
 
 
 def is_answer(response: str, answer: str, extraction: AnswerExtraction) -> bool:
-    """Return whether the answer in a response is the expected one.
+    """Return whether the answer that `extraction` finds in a response equals the expected answer.
 
     With `last_number` numbers are compared by value, so that 85.0 is 85.
     """
@@ -90,7 +90,7 @@ class Sample:
 
     @property
     def row(self) -> dict[str, Any]:
-        """Return the data that a user's function receives."""
+        """Return the sample as a row of arguments for the process of the user's functions."""
         return row_of(self.problem, self.turns, self.response, self.full_text, self.ids)
 
 
@@ -151,7 +151,7 @@ def for_source(judge: Judge, source: Source, task: TaskConfig) -> Judge:
     """Return the judge with the verifier and the answer extraction of a task.
 
     Raises UserError if a term needs a verifier or answers that the task does not have, or if `check_functions` refuses
-    a user's function; the texts are answer, prompt and the empty text of two prompts, and the answer again.
+    a user's function. The texts are answer, prompt and the empty text of two prompts, and the answer again.
     """
     if isinstance(task, PythonTask) and source.verifier is None and _asks_verifier(judge.config):
         raise UserError(

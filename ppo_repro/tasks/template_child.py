@@ -70,7 +70,7 @@ def render(
     time: str | None,
     section: str,
 ) -> str:
-    """Return the text of a chat. Raises UserError if the template fails; `templates.rendered` has the arguments."""
+    """Return the text of a chat. Raises UserError if the template fails. `templates.rendered` has the arguments."""
     try:
         _check_arguments(template, arguments, section)
         text_and_spans: Any = render_jinja_template(

@@ -36,7 +36,7 @@ def character_tokenizer(corpus: Iterable[str]) -> PreTrainedTokenizerFast:
 
 
 def word_tokenizer(corpus: Iterable[str]) -> PreTrainedTokenizerFast:
-    """Make one token of each word of `corpus`, including a space before it; other words are split into bytes.
+    """Make one token of each word of `corpus`, including a space before it. Other words are split into bytes.
 
     Words are split as in byte-level BPE, so numbers and signs are words too. Tokens are <pad> = 0, <eos> = 1, the
     bytes that occur, the words.
@@ -96,7 +96,7 @@ def all_token_ids(
 
 
 def decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], spelled: frozenset[int] = frozenset()) -> str:
-    """Decode tokens without a clean-up of spaces; only the special tokens in `spelled` have a text."""
+    """Decode tokens without a clean-up of spaces. Only the special tokens in `spelled` have a text."""
     if spelled.isdisjoint(ids):
         return str(tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
     hidden = special_ids(tokenizer) - spelled

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ppo_repro.base.errors import UserError
-from ppo_repro.testing.layouts import LAYOUTS, WHOLE, DrawnResponses, lay_out, ordered
+from ppo_repro.testing.layouts import LAYOUTS, WHOLE, DrawnResponses, Layout, lay_out, ordered
 
 Kind = Literal["gae", "rewards_to_go", "group_mean", "group_normalised"]
 Divisor = Literal["n", "n - 1"]
@@ -144,31 +144,45 @@ def check_advantages(
     for name, value, known in (("kind", kind, get_args(Kind)), ("divisor", divisor, get_args(Divisor))):
         if value not in known:
             raise UserError(f"check_advantages: {name} = {value!r}: must be one of {', '.join(map(repr, known))}")
-    generator = torch.Generator().manual_seed(seed)
-    numbers = torch.randn(2, sum(LENGTHS), generator=generator, dtype=torch.float64).float().double()
-    rewards, values = ([part.tolist() for part in row.split(LENGTHS)] for row in numbers)
+    rollout, (rewards, values) = _drawn(seed)
     pairs = list(zip(rewards, values, strict=True))
-    by_definition = definition(kind, pairs, GROUPS, gamma, lam, divisor, epsilon)
-    expected = torch.tensor([advantage for row in by_definition for advantage in row], dtype=torch.float64)
-    alone = _alone_in_verl(kind, rewards, GROUPS, epsilon)
-    in_verl = torch.tensor([advantage for row in alone for advantage in row], dtype=torch.float64)
-    columns = {"new_logprobs": torch.zeros(sum(LENGTHS)).double(), "rewards": numbers[0], "values": numbers[1]}
-    places = [f"sequence {sequence}, position {k}" for sequence, length in enumerate(LENGTHS) for k in range(length)]
-    rollout = DrawnResponses(LENGTHS, columns, torch.ones(sum(LENGTHS), dtype=torch.bool), places)
-    changes = {}
+    expected = _joined(definition(kind, pairs, GROUPS, gamma, lam, divisor, epsilon))
+    in_verl = _joined(_alone_in_verl(kind, rewards, GROUPS, epsilon))
+    size, changes = float(expected.abs().max()), {}
     for layout, dtype in CASES:
-        order = ordered(len(LENGTHS), layout)
-        batch, indices = lay_out(rollout, order, layout, dtype)
-        scores = torch.tensor([math.fsum(rewards[i]) for i in order], dtype=dtype)
-        groups = torch.tensor([GROUPS[i] for i in order])
-        inputs = batch.columns["rewards"], batch.columns["values"], batch.mask
-        found = torch.empty_like(expected)
-        found[indices[batch.mask]] = estimator(PaddedAdvantageBatch(*inputs, scores, groups))[batch.mask].double()
-        limit, of_float32 = (TOLERANCE[d] * float(expected.abs().max()) for d in (dtype, torch.float32))
+        found = _estimated(estimator, rollout, layout, dtype)
         # verl has 1 + epsilon in float32 whatever the scores are in
-        is_right = ((found - expected).abs() <= limit) | ((found - in_verl).abs() <= of_float32)
+        is_right = (found - expected).abs() <= TOLERANCE[dtype] * size
+        is_right |= (found - in_verl).abs() <= TOLERANCE[torch.float32] * size
         for i in (~is_right).nonzero()[:1, 0].tolist():
             both = f"{float(found[i]):.6g} instead of {float(expected[i]):.6g}"
             name = layout.describe()
             changes[name if dtype == torch.float64 else f"float32, {name}"] = f"{both} at {rollout.places[i]}"
     return changes
+
+
+def _drawn(seed: int) -> tuple[DrawnResponses, list[list[list[float]]]]:
+    """Return random responses, and their rewards and values as lists."""
+    generator = torch.Generator().manual_seed(seed)
+    numbers = torch.randn(2, sum(LENGTHS), generator=generator, dtype=torch.float64).float().double()
+    columns = {"new_logprobs": torch.zeros(sum(LENGTHS)).double(), "rewards": numbers[0], "values": numbers[1]}
+    places = [f"sequence {sequence}, position {k}" for sequence, length in enumerate(LENGTHS) for k in range(length)]
+    rollout = DrawnResponses(LENGTHS, columns, torch.ones(sum(LENGTHS), dtype=torch.bool), places)
+    return rollout, [[part.tolist() for part in row.split(LENGTHS)] for row in numbers]
+
+
+def _joined(rows: Sequence[Sequence[float]]) -> Tensor:
+    return torch.tensor([x for row in rows for x in row], dtype=torch.float64)
+
+
+def _estimated(estimator: Estimator, rollout: DrawnResponses, layout: Layout, dtype: torch.dtype) -> Tensor:
+    """Return the advantages of a user's estimator in a layout, float64 [N] in the order of the rollout."""
+    order = ordered(len(LENGTHS), layout)
+    batch, indices = lay_out(rollout, order, layout, dtype)
+    rewards = rollout.columns["rewards"].split(LENGTHS)
+    scores = torch.tensor([math.fsum(rewards[i].tolist()) for i in order], dtype=dtype)
+    groups = torch.tensor([GROUPS[i] for i in order])
+    inputs = batch.columns["rewards"], batch.columns["values"], batch.mask
+    found = torch.empty(len(rollout.mask), dtype=torch.float64)
+    found[indices[batch.mask]] = estimator(PaddedAdvantageBatch(*inputs, scores, groups))[batch.mask].double()
+    return found

@@ -5,7 +5,7 @@ Only a `.pt` file imports torch.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -53,8 +53,9 @@ def _tensor_rows(path: Path, names: Names | str | None) -> Generator[DumpRow, No
         return
     # as the first row decides in other files
     used = names if isinstance(names, Names) else names_of(str(path), map(str, parts[0]), names)
+    are_rows = isinstance(loaded, list) and _are_rows(parts, used.sampler)
     for part in parts:
-        if isinstance(loaded, list) and _is_row(part, used.sampler):
+        if are_rows:
             yield {str(name): _plain(value) for name, value in part.items()}
             continue
         columns = _columns(path, part, used)
@@ -78,13 +79,21 @@ def _loaded(path: Path) -> Any:
         raise UserError(f"{path}: cannot be read without running code from it ({shown(reason)}); {advice}") from error
 
 
-def _is_row(part: Mapping[Any, Any], sampler: str) -> bool:
-    """Return whether an item of a list is one response; else it has columns, of tensors or lists of several ones."""
+def _are_rows(parts: Sequence[Mapping[Any, Any]], sampler: str) -> bool:
+    """Return whether the items of a list are responses; else each has columns of several responses.
+
+    The first item with log-probs decides: an item without any may be an empty response, or columns of no response.
+    """
     import torch
+
+    def has_logprobs(part: Mapping[Any, Any]) -> bool:
+        entries = _entries(part.get(sampler))
+        return entries is not None and len(entries) > 0
 
     def is_tensor(value: Any, dimensions: int) -> bool:
         return isinstance(value, torch.Tensor) and value.dim() >= dimensions
 
+    part = next(filter(has_logprobs, parts), parts[0])
     logprobs = part.get(sampler)
     entries = logprobs if isinstance(logprobs, list | tuple) else ()
     has_rows = any(is_tensor(entry, 1) or isinstance(entry, list | tuple) for entry in entries)

@@ -238,13 +238,11 @@ def _padded(where: str, names: Names, prompt: Array, tokens: Array, is_real: Arr
 
 def _about_own_tokens(row: DumpRow, names: Names, lists: dict[str, Array]) -> dict[str, Array]:
     """Return the numbers of a whole sequence, each at its own token: some stacks write them one token ahead."""
-    columns = _column_names(names)
-    numbers, ahead = lists.keys() - {"token_id_b"}, set(names.ahead)
-    ahead = (
-        numbers
-        if _has(row, names.all_ahead_with)
-        else {n for n in lists if {columns.get(n, n), *EXTRA.get(n, ())} & ahead}
-    )
+    if _has(row, names.all_ahead_with):
+        ahead = lists.keys() - {"token_id_b"}
+    else:
+        columns = _column_names(names)
+        ahead = {name for name in lists if {columns.get(name, name), *EXTRA.get(name, ())} & {*names.ahead}}
     return {name: np.roll(values, 1) if name in ahead else values for name, values in lists.items()}
 
 

@@ -124,7 +124,7 @@ def labels_of(row: dict[str, Any]) -> dict[str, str]:
 
 
 def write_page(folder: Path, path: Path) -> bool:
-    """Write the page of a run or grid, and return whether that succeeded; a failure is printed."""
+    """Write the page of a run or grid, and return whether that succeeded. A failure is printed."""
     try:
         analysis("report.build").write_report([folder], path)
     except UserError as error:  # such as a run without iterations, which is copied nevertheless

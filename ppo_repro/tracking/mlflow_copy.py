@@ -166,7 +166,7 @@ class _Copy:
 
 
 class _RunCopy(_Copy):
-    """Copy of one run in MLflow; a cell of a grid has another `experiment` and `name`."""
+    """Copy of one run in MLflow. A cell of a grid has another `experiment` and `name`."""
 
     def __init__(
         self,

@@ -38,7 +38,7 @@ KEPT = (MANIFEST, manifest.LOG_NAME, CONFIG_NAME, ENVIRONMENT_NAME)
 
 @dataclass(frozen=True)
 class Place:
-    """Addresses of the client's new runs; the URL of an offline run is empty."""
+    """Addresses of the client's new runs. The URL of an offline run is empty."""
 
     group: str  # name of the grid; empty for a run
     runs: Sequence[tuple[str, str]]  # URL, and folder of the client
@@ -58,7 +58,7 @@ class Place:
 
 @contextmanager
 def answering() -> Iterator[None]:
-    """Convert the client's errors in this block to UserError; the message contains no key."""
+    """Convert the client's errors in this block to UserError. The message contains no key."""
     try:
         yield
     except (Error, OSError, TimeoutError) as error:
@@ -71,7 +71,7 @@ def answering() -> Iterator[None]:
 def copy(folder: Path, place: str, is_over: IsOver) -> tuple[list[str], dict[str, Any]] | None:
     """Copy a run or a grid until it is over; None if nothing was recorded.
 
-    An earlier copy of the same folder is replaced. Returns the printed lines of the addresses, and their fields; the
+    An earlier copy of the same folder is replaced. Returns the printed lines of the addresses, and their fields. The
     client's settings say where it copies to, not `place`. Raises UserError if records are damaged or the client fails.
     """
 
@@ -89,7 +89,7 @@ def copy(folder: Path, place: str, is_over: IsOver) -> tuple[list[str], dict[str
 
 
 class _RunCopy:
-    """Copy of one run in W&B; a cell of a grid has a `name` and a `group`."""
+    """Copy of one run in W&B. A cell of a grid has a `name` and a `group`."""
 
     def __init__(self, run_dir: Path, name: str = "", group: str = "", about: dict[str, Any] | None = None) -> None:
         recorded = manifest.load_head(run_dir)
@@ -166,5 +166,5 @@ def _quiet() -> wandb.Settings:
 
 
 def _id(run_dir: Path) -> str:
-    """Return the id of a run folder's copy; the client replaces a run with the same id."""
+    """Return the id of a run folder's copy. The client replaces a run with the same id."""
     return hashlib.sha256(str(run_dir.absolute()).encode()).hexdigest()[:12]

@@ -31,7 +31,7 @@ Loaded = dict[tuple[str, str], Function]  # by field of the configuration and na
 
 
 def _awaited(function: Function) -> Function:
-    """Return the function; one event loop runs the results of an `async def`."""
+    """Return the function. One event loop runs the results of an `async def`."""
 
     @functools.wraps(function)
     def call(*arguments: Any, **named: Any) -> Any:
@@ -47,14 +47,14 @@ async def _result(value: Awaitable[Any]) -> Any:
 
 @functools.cache
 def _loop() -> Any:
-    import asyncio  # few functions need it
+    import asyncio  # imported here, because few functions need it and its import takes time
 
     return asyncio.Runner()
 
 
 def _load(functions: Loaded, field: str, file: str, calls: Mapping[str, str], folder: str) -> dict[str, str]:
     """Execute the file and add its functions in `calls` to `functions`; return `:LINE` of each, "" if it is unknown."""
-    os.chdir(folder)  # another file may have left it
+    os.chdir(folder)  # another file may have changed the current folder
     before = set(sys.modules)
     module, lines = execute(Path(file)), {}
     for other in uncopied(before):
@@ -93,7 +93,7 @@ def _called(functions: Loaded, request: dict[str, Any], row: CallRow) -> dict[st
     try:
         seed_generators(request["seed"])
         return {"value": CALLS[request["call"]].call(functions[field, name], row, request["options"])}
-    except UserError as error:  # of a file of this package
+    except UserError as error:  # raised by a file of this package
         return {"error": str(error)}
     except RefusedError as error:
         return {"error": f"{field}: {file}{line}: {name} {error}{prompt}"}

@@ -35,7 +35,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Transcript:
-    """Prompt and all turns after it; model and environment alternate, and the model begins."""
+    """Prompt and all turns after it. Model and environment alternate, and the model begins."""
 
     key: str  # key of the prompt
     prompt: str
@@ -158,7 +158,7 @@ _WITHHELD = "asks for {}, which is not given: a score must follow from prompt an
 
 
 def _left_out(name: str) -> Callable[..., None]:
-    """Return a stand-in for TRL's function `name`; it prints once for each metric that runs do not record it."""
+    """Return a stand-in for TRL's function `name`. It prints once for each metric that runs do not record it."""
 
     def log(key: str, *values: Any) -> None:
         if (name, key) not in _said:
@@ -205,7 +205,7 @@ def _trl_together(function: Function, row: CallRow, options: CallRow) -> list[fl
 
 
 def _messages(row: CallRow) -> list[dict[str, str]]:
-    """Return the chat messages of a prompt; a text is a message of the user."""
+    """Return the chat messages of a prompt. A text is a message of the user."""
     if row["messages"] is None:
         return [{"role": "user", "content": row["prompt"]}]
     messages: list[dict[str, str]] = json.loads(row["messages"])
@@ -272,7 +272,7 @@ CALLS = {
     "keywords": Convention(lambda function, row, options: number(function(**row))),
     "unchecked": Convention(lambda function, row, options: function(**row, **options)),  # a function of this package
 }
-# the values of a reward's parameters by name, with the aliases of each name; fields and turns are copies
+# names that a reward's parameters may have, with their aliases; fields and turns are copies
 PLAIN = {
     "prompt": ("question",),
     "response": ("completion", "solution_str"),

@@ -26,17 +26,17 @@ _numbers = count()
 
 
 class RefusedError(Exception):
-    """A user's function has a wrong signature or returned a wrong value; the message tells what is allowed."""
+    """A user's function has a wrong signature or returned a wrong value. The message tells what is allowed."""
 
 
 @dataclass(frozen=True)
 class Named:
     """A function or class of a user's file."""
 
-    field: str  # of the configuration
+    field: str  # of the configuration, which names the function
     file: Path
     name: str
-    line: str  # `:LINE` where it begins; "" if unknown
+    line: str  # `:LINE`, where the function begins; "" if unknown
 
     @property
     def where(self) -> str:
@@ -234,7 +234,7 @@ def uncopied(before: Collection[str]) -> list[str]:
     homes = Path(sys.prefix), Path(sys.base_prefix), Path(__file__).parents[1]
     new = {name: module for name, module in list(sys.modules.items()) if name not in before}
     files = [getattr(module, "__file__", None) for name, module in new.items() if not name.startswith(_PREFIX)]
-    # torch has modules whose files are names only
+    # some modules of torch have a bare name as `__file__`
     paths = [Path(file) for file in files if file and "site-packages" not in file and Path(file).is_absolute()]
     return sorted(str(file) for file in paths if not any(map(file.is_relative_to, homes)))
 

@@ -118,7 +118,7 @@ def require_settings(function: UserCallable, before: Mapping[str, object]) -> No
 
 
 def _copied(argument: Tokens | Tensor) -> Tokens | Tensor:
-    """Return a batch or tensor in memory of its own; gradients pass."""
+    """Return a batch or tensor in memory of its own. Gradients pass."""
     if isinstance(argument, Tensor):
         return argument.clone()
     return replace(argument, **{name: tensor.clone() for name, tensor in _named("", argument)})
@@ -139,7 +139,7 @@ def place_of(tokens: Tokens, index: int) -> str:
 
 @dataclass(frozen=True)
 class OwnObjective(Own):
-    """A user's objective; the loop multiplies its losses by the corrections, and adds KL and entropy terms."""
+    """A user's objective. The loop multiplies its losses by the corrections, and adds KL and entropy terms."""
 
     def ratios(self, new_logprobs: Tensor, anchor_logprobs: Tensor, responses: Tensor) -> Tensor:
         """Return the ratio of each token, [n] float32."""

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-# exact or rounded once for each number
+# operations whose results are exact or rounded once
 _ARITHMETIC = (
     "abs add ceil clamp clamp_max clamp_min copysign div floor mul neg reciprocal round rsub sgn sign sub trunc"
 )
@@ -75,7 +75,7 @@ def _has_same_bits(name: str, inputs: dict[str, Any], result: Any) -> bool:
         return not isinstance(inputs["exponent"], Tensor) and inputs["exponent"] in (1, 2)
     if name in ("index_put", "scatter", "scatter_add"):
         return "reduce" not in inputs and not _repeats(inputs)
-    # x + 0.1 * y is rounded once or twice, by the machine
+    # with alpha, x + 0.1 * y is rounded once or twice, which depends on the machine
     is_plain = inputs.get("alpha", 1) == 1 and inputs.get("rounding_mode") is None and "decimals" not in inputs
     return name in _SAME_BITS and is_plain
 

@@ -1,4 +1,4 @@
-"""Call the user's functions in a child process; an error names file, line and prompt."""
+"""Call the user's functions in a child process. An error names file, line and prompt."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _START = "import json, sys; sys.path[:] = json.loads(sys.argv.pop()); from ppo_r
 
 
 class UserProcess:
-    """Child process of a run; the first loaded file starts the process, and the end of this object ends it."""
+    """Child process of a run. The first loaded file starts the process, and the end of this object ends it."""
 
     def __init__(self) -> None:
         self._child: tuple[subprocess.Popen[bytes], Connection] | None = None
@@ -76,7 +76,7 @@ class UserProcess:
         return self._child is not None and self._child[0].poll() is None
 
     def end(self) -> None:
-        """End the process now, with all processes that it started; no new process is started."""
+        """End the process now, with all processes that it started. No new process is started."""
         if self._child is not None:
             _stop(*self._child)
 
@@ -88,7 +88,8 @@ def _failed(request: Mapping[str, Any], message: str) -> UserError:
 
 def _start() -> tuple[subprocess.Popen[bytes], Connection]:
     ours, theirs = Pipe()
-    # a fixed hash seed gives sets of texts one order in every process; Ctrl-C in a terminal goes to the run alone
+    # With a fixed hash seed a set of texts has one order in every process. In a session of its own the child gets no
+    # Ctrl-C from the terminal.
     child = subprocess.Popen(
         [sys.executable, "-c", _START, str(theirs.fileno()), json.dumps(_search_path())],
         stdin=subprocess.DEVNULL,
@@ -109,7 +110,7 @@ def _search_path() -> list[str]:
 
 
 def _stop(child: subprocess.Popen[bytes], connection: Connection) -> None:
-    """Kill a child's process group, which includes a server that the user's code started; it may outlive the child."""
+    """Kill a child's process group, which includes a server that the user's code started. It may outlive the child."""
     if connection.closed:  # stopped before; the group's number may belong to another process now
         return
     with suppress(ProcessLookupError):
@@ -174,7 +175,7 @@ def load(
 def load_from_package(
     process: UserProcess, field: str, code: str, module: Path, names: Iterable[str], seconds: float, longer: str = ""
 ) -> dict[str, UserFunction]:
-    """Load functions of a module of this package that runs code of the user; messages name this `code`."""
+    """Load functions of a module of this package that runs code of the user. Messages name this `code`."""
     functions = load(process, field, module, dict.fromkeys(names, "unchecked"))
     return {
         name: replace(function, file=Path(code), line="", seconds=seconds, longer=longer)

@@ -47,7 +47,7 @@ from ppo_repro.user.trial_batches import (
 )
 
 PROBE_TOKENS, PROBE_PROMPTS = 8, 4  # tokens of a response, and prompts, between which dependences are looked for
-WEIGHTS = torch.tensor([1 / 64, 1 / 128, 1 / 256])  # of the losses of three responses, in turn; they differ as in a run
+WEIGHTS = torch.tensor([1 / 64, 1 / 128, 1 / 256])  # weights of responses in the loss, in turn
 NATIVE_TOLERANCE = 1e-4  # relative to the largest number; deterministic numerics allow no difference
 
 Batch = TypeVar("Batch", bound=Tokens)
@@ -188,7 +188,7 @@ def _faults_by_tokens(config: RunConfig, tried: _TokenFunction) -> Iterator[str]
 
 
 def _faults_by_iteration(config: RunConfig, call: Callable[[Batch], Tensor], batches: Iterable[Batch]) -> Iterator[str]:
-    """Yield the faults of a function that a run calls with all tokens of an iteration; the first batch has as many."""
+    """Yield the faults of a function that a run calls with all tokens of an iteration. The first batch has as many."""
     for number, batch in enumerate(batches):
         with Watch() as seen:
             first = call(batch)

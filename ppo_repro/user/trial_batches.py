@@ -17,7 +17,7 @@ from ppo_repro.ppo.objectives import probability_ratios
 from ppo_repro.ppo.own_batches import AdvantageBatch, ObjectiveBatch, ScoreBatch, Tokens
 
 MOST_TOKENS = 1 << 19  # the full responses of a batch have at most so many tokens, or are one response
-MOST_CALLS = 12  # of each layout the first 12 calls are tried, and up to 12 others
+MOST_CALLS = 12  # the first 12 calls of a layout are tried, and up to 12 others
 FEW, SHORT = 2, 40  # a small batch has 2 full responses of at most 40 tokens
 SIZES = torch.tensor([1.0, 1 / 16, 4.0])  # scales; in a column all numbers of a response have one scale
 OLD_LOGPROBS = ("anchor_logprobs", "old_logprobs", "rollout_logprobs", "ref_logprobs")
@@ -78,7 +78,7 @@ def drawn(config: RunConfig, full: int, longest: int) -> ObjectiveBatch:
 
 
 def layouts(config: RunConfig, drawn: ObjectiveBatch) -> Iterator[tuple[str, list[slice]]]:
-    """Yield the name of each layout with the tokens of some of its calls; the calls of `ranks 2` have all tokens."""
+    """Yield the name of each layout with the tokens of some of its calls. The calls of `ranks 2` have all tokens."""
     ends = [0, *torch.cumsum(drawn.response_lengths, 0).tolist()]
     count, own = len(ends) - 1, config.layout.update_micro_batch
     for size in sorted({own, *(1 << k for k in range(count.bit_length()))}):

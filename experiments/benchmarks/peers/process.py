@@ -1,4 +1,4 @@
-"""Run a peer in a process of its own; it receives `step THREADS` and answers with the step's wall and CPU seconds."""
+"""Run a peer in a process of its own. It receives `step THREADS` and answers with the step's wall and CPU seconds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from experiments.benchmarks.timing import Cost
 
 
 class Peer:
-    """Running peer; `step` raises RuntimeError, with the end of the log, if the peer has ended."""
+    """Running peer. `step` raises RuntimeError, with the end of the log, if the peer has ended."""
 
     def __init__(self, process: subprocess.Popen[str], log: Path) -> None:
         self._process, self._log = process, log
@@ -31,7 +31,7 @@ class Peer:
 
 @contextmanager
 def started(command: Sequence[str], log: Path) -> Iterator[Peer]:
-    """Yield a peer while the block runs; the peer ends when its standard input closes."""
+    """Yield a peer while the block runs. The peer ends when its standard input closes."""
     with log.open("w") as errors:
         process = subprocess.Popen(
             list(command), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True

@@ -25,7 +25,7 @@ from trl.experimental.ppo import PPOConfig, PPOTrainer
 
 
 class NoReward(nn.Module):
-    """Reward model that takes no time and always gives 0; the other side's verifier takes no time either."""
+    """Reward model that takes no time and always gives 0. The other side's verifier takes no time either."""
 
     base_model_prefix = "trunk"
 
@@ -40,7 +40,7 @@ class NoReward(nn.Module):
 
 
 class OnRequest(TrainerCallback):
-    """Callback that stops the trainer between steps until the next request; the pause is not measured."""
+    """Callback that stops the trainer between steps until the next request. The pause is not measured."""
 
     def __init__(self, answers: Any) -> None:
         self.answers, self.wall, self.cpu = answers, 0.0, 0.0

@@ -7,14 +7,14 @@
 //   total = row sum of p over key positions       rule 3
 //   mixed = (sum of p value) / total              rule 1, in blocks of 128 key positions
 //
-// Backward, from d = the gradient of mixed, all of p computed again from top and total:
+// Backward, with d = the gradient of mixed. p is computed again from top and total:
 //   p     = exp(score - top) (1 / total)
 //   ds    = p (d . value - delta)                 delta = row sum of mixed d; times the soft cap's slope
 //   dq    = scale (sum of ds key)                 in blocks of 128 key positions
 //   dk    = scale (sum of ds q), dv = sum of p d  in blocks of 128 query positions, a group's heads in order
 //
-// Keys that a query does not see are terms of zero, which rule 1 allows: no bit depends on where a loop
-// ends.
+// Keys that a query does not see are terms of zero, which change no sum (rule 1). So no bit depends on where
+// a loop ends.
 #include "kernels.h"
 
 // The offset of the keys, and of the values, of key head `kv` of sequence s
@@ -92,9 +92,10 @@ static float exponentiate_scores(float *score_to_p, Keys keys, float *total) {
 
 // --------------------------------------------------------------------------------------------------- forward
 
-// The rows of one sequence and one key head are (query, head of the group): row r is query r / group, and the
-// heads of a group stand next to each other. So decoding, with one query, still fills a tile, and keys are
-// read once for a group. A strip is the rows [row0, row1), at most ROWS.
+// A group is the query heads that share one key head. The rows of one sequence and one key head are pairs of
+// a query and a head of the group: row r is query r / group, and the heads of a group stand next to each
+// other. So decoding, which has one query, still fills a tile, and keys are read once for a group. A strip is
+// the rows [row0, row1), at most ROWS.
 static void attend_strip(const Heads *h, int kv, int s, int row0, int row1, float *memory) {
   const Model *m = h->m;
   int head_dim = m->head_dim;
@@ -148,8 +149,8 @@ static void attend(const Heads *h) { parallel_for(h->b->sequences * h->m->kv_hea
 
 // -------------------------------------------------------------------------------------------------- backward
 
-// The products of the backward pass read keys along positions and values along elements, the other way round
-// than the cache has them: keys [positions][head_dim], values in panels [position / 16][head_dim][16].
+// Copies of keys and values, each in the layout that the cache has for the other: keys [positions][head_dim],
+// values in panels [position / 16][head_dim][16]. The products of the backward pass read them so.
 static void keys_as_rows(const float *panels, int positions, int head_dim, float *rows) {
   for (int j = 0; j < positions; j++)
     for (int d = 0; d < head_dim; d++) rows[(long)j * head_dim + d] = panels[key_at(j, head_dim) + d * COLS];

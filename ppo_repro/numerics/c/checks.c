@@ -1,7 +1,7 @@
 // Checks at the first use of the library: the CPU's state, and a known answer. The known answer is a digest
-// of all that some small models compute: training in two backward passes, decoding over a cache, samples,
-// cuts and divergences of their logits, and other number formats. A library that computes anything else is
-// refused (library.py). tests/numerics/known_answer.py computes the same digest by the definition.
+// of everything that some small models compute: training in two backward passes, decoding over a cache,
+// samples, cuts and divergences of their logits, and other number formats. library.py refuses a library that
+// gives another digest. tests/numerics/known_answer.py computes the same digest by the definition.
 //
 // The digest leaves out elementwise.c, which a GPU does not have, and the pool of threads.
 #include "kernels.h"

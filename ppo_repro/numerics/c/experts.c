@@ -1,7 +1,7 @@
-// Mixtures of experts in place of an MLP. Rule 7: a token goes to the experts with the largest router logits,
-// of equal ones to the lower index. Weights p = exp(z - top) / (sum by rule 3), over the token's experts
-// if `normalised`, else over all. The result is a chain fma(p, y, sum) from +0 over the token's experts by
-// rising index.
+// Mixtures of experts in place of an MLP. Rule 7: a token goes to the experts with the largest router logits.
+// If two logits are equal, the lower index wins. The weights are p = exp(z - top) / (sum by rule 3), over the
+// token's experts if `normalised`, else over all experts. The result is a chain fma(p, y, sum) from +0 over
+// the token's experts by rising index.
 //
 // Forward:  1 router logits, 2 routes and weights, 3 rows in the order of experts, 4 up, 5 act, 6 down,
 //           7 combine

@@ -1,7 +1,7 @@
-// What happens where memory is full, or a GPU refuses an operation. The call has failed from there on: its
-// operations compute nothing, its functions free their memory and return, and Python, which compares `count`
-// before and after each call, raises an error. No code unwinds: a thread of the pool could not, and a call
-// that runs to its end leaks nothing. What a failed call wrote is of no use; the next call begins anew.
+// If memory is full, or a GPU refuses an operation, the call has failed. From then on its operations compute
+// nothing, and its functions free their memory and return. Python compares `count` before and after each
+// call, and raises an error. No code unwinds: a thread of the pool could not unwind the caller, and a call
+// that runs to its end leaks nothing. The results of a failed call are of no use. The next call begins anew.
 #include <stdarg.h>
 #include <stdatomic.h>
 #include <stdio.h>
@@ -15,7 +15,7 @@ static int failed(void) { return atomic_load_explicit(&has_failed, memory_order_
 
 static void forget_failure(void) { atomic_store(&has_failed, 0); }
 
-// Any thread may fail; the first one's reason is written.
+// Several threads may fail. The reason of the first is written.
 __attribute__((format(printf, 2, 3))) static void fail(int of_memory, const char *format, ...) {
   if (atomic_exchange(&has_failed, 1)) return;
   va_list values;

@@ -1,13 +1,17 @@
 // Gradients of weights (rule 2): sums over the rows t of a batch, cut into blocks and slots.
 //
-// A block is the rows of one sequence whose positions have one value of position / 128. Its sum is one chain
-// over its rows. A slot's sum begins at +0, and the sums of its blocks are added in order. A slot that is
-// over is joined with the slots before it as a binary tree, ((0+1)+(2+3))+((4+5)+(6+7)): as in a binary
-// counter, two subtrees of one size become one of the next. So at most levels + 1 subtrees wait at any time.
+// A block is the rows of one sequence whose positions have one value of position / 128. The sum of a block is
+// one chain over its rows. A slot is some consecutive sequences. The sum of a slot begins at +0, and the sums
+// of its blocks are added in order.
 //
-// One element of a gradient thus has `parts`: part 0 is the present slot's sum, part i + 1 a subtree of 2^i
-// slots. Each task below takes a tile of elements through the whole batch: it loads the parts that an earlier
-// backward pass left, adds its blocks, and stores the open sum. No other task touches these elements.
+// The sums of slots are joined as a binary tree, ((0+1)+(2+3))+((4+5)+(6+7)). When a slot is complete, it is
+// added to the subtrees before it as 1 is added to a binary counter: two subtrees of one size become one
+// subtree of twice the size. So at most levels + 1 subtrees wait at any time.
+//
+// So each element of a gradient has `parts`: part 0 is the sum of the present slot, and part i + 1 is a
+// subtree of 2^i slots that waits. Each task below takes a tile of elements through the whole batch. It loads
+// the parts that an earlier backward pass left, adds its blocks, and stores the parts for the next pass. No
+// other task touches these elements.
 #include "kernels.h"
 
 // Sizes that change no bit
@@ -23,9 +27,10 @@ INLINE void add_vector(float *restrict a, const float *restrict b, const long n)
   for (long i = 0; i < n; i++) a[i] = a[i] + b[i];
 }
 
-// Parts [MAX_LEVELS + 1][n]. The slots [from, to) are over: each joins the subtrees before it, and part 0
-// begins again at +0. Slot s completes a subtree of 2^i slots for each of the lowest bits of s that are 1.
-// definition: gradients.join_slots
+// The slots [from, to) are complete. The sum of a slot, part 0, is joined with the subtrees that wait before
+// it, and part 0 begins again at +0. For example, slot 3 is joined with slot 2, then with the subtree of
+// slots 0 and 1, and becomes a subtree of 4 slots: one join for each 1 at the end of 3 = 11 in binary.
+// Parts [MAX_LEVELS + 1][n]. definition: gradients.join_slots
 INLINE void close_slots(float *restrict parts, int from, int to, const int n) {
   for (int slot = from; slot < to; slot++) {
     int level = 0;
@@ -37,7 +42,8 @@ INLINE void close_slots(float *restrict parts, int from, int to, const int n) {
 
 INLINE int parts_of(const Sums *s) { return s->levels + 2; }
 
-// Returns whether part 0, or part i + 1, is in memory between two passes, when slot `slot` is next or is open
+// Returns whether a part is in memory between two passes: part 0 if the present slot is `open`, part i + 1 if
+// a subtree of 2^i slots waits before the present slot, `slot`
 INLINE int part_waits(int part, int slot, int open) { return part ? (slot >> (part - 1)) & 1 : open; }
 
 // The elements of a gradient that one task computes: `rows` rows of `cols` <= 16, `ld` apart, the first at
@@ -63,7 +69,7 @@ INLINE void load_parts(const Sums *s, Elements e, float *parts, const int height
     if (part_waits(part, s->first, s->open)) load_part(s->level[part], e, parts + part * height * COLS);
 }
 
-// Of a whole minibatch, the last part is the tree of all slots, and the gradient.
+// After the last pass of a minibatch the last part is the tree of all slots, which is the gradient.
 INLINE void store_parts(const Sums *s, Elements e, const float *parts, const int height) {
   if (is_whole(s)) {
     store_part(s->level[0], e, parts + (s->levels + 1) * height * COLS);
@@ -126,7 +132,7 @@ INLINE void pack_columns(const float *from, long ld, int rows, long rows_of_all,
 
 INLINE int packing_tasks(int columns) { return (columns + PACK_COLUMNS - 1) / PACK_COLUMNS; }
 
-// The same, where each block of rows becomes integers
+// Does the same in precision high, where each block of rows becomes integers
 INLINE void pack_integers(const WeightGradient *a, const float *from, int ld, int col, int count,
                           const int width, float *to) {
   const Blocks *b = a->blocks;
@@ -177,9 +183,10 @@ static void pack_gradient_task(void *argument, int index) {
   }
 }
 
-// One block into a tile: dy [terms][ROWS], x [terms][16], parts [parts][ROWS][16]. The chain joins its slot's
-// sum in part 0. If the slot `ends` with this block, it is closed as by close_slots(parts, slot, slot + 1,
-// ROWS * COLS), but its sum does not leave the registers. definition: gradients.weight_addends
+// Adds one block to a tile: dy [terms][ROWS], x [terms][16], parts [parts][ROWS][16]. The block's chain is
+// added to the sum of its slot, part 0. If the slot `ends` with this block, the parts change as by
+// close_slots(parts, slot, slot + 1, ROWS * COLS), but the sum does not leave the registers.
+// definition: gradients.weight_addends
 INLINE void chain_block(const float *restrict dy, const float *restrict x, int terms, float *restrict parts,
                         int ends, int slot, const int is_high) {
   Wide acc[ROWS] = {0};
@@ -205,7 +212,7 @@ INLINE void chain_block(const float *restrict dy, const float *restrict x, int t
   for (int i = 0; i < ROWS; i++) sum[i] = acc[i];
 }
 
-// The end of a run of blocks from `first` that have about NEAR_ROWS rows
+// Returns the end of some consecutive blocks from `first` on, which have about NEAR_ROWS rows
 static int near_blocks(const Blocks *b, int first) {
   int rows = 0;
   int i = first;
@@ -270,8 +277,8 @@ static void weight_gradient_task(void *argument, int index) {
   if (a->precision == PRECISION_HIGH) end_amx();
 }
 
-// The blocks with the floats of their integers in place of rows; start is to be freed. Returns 0 if memory is
-// full.
+// Writes the blocks `packed`, which count floats of integers instead of rows. The caller frees `start`.
+// Returns 0 if memory is full.
 static int integer_blocks(const Blocks *b, Blocks *packed) {
   int *memory = allocate_zeros(2 * (size_t)b->count, sizeof(int));
   if (!memory) return 0;
@@ -323,7 +330,7 @@ typedef struct {
   long grad;
 } ColumnSums;
 
-// The gradient of columns c .. c + cols - 1 from the rows [first, after) of a block, added to acc [cols] in
+// Adds the gradient of columns c .. c + cols - 1 from the rows [first, after) of a block to acc [cols], in
 // float64
 INLINE void column_chain(const Columns *a, int first, int after, int c, int cols, double *acc) {
   for (int t = first; t < after; t++)
@@ -340,8 +347,8 @@ INLINE void column_chain(const Columns *a, int first, int after, int c, int cols
     }
 }
 
-// 16 columns through all blocks. A block is summed in float64 and rounded once, since the terms of a norm's
-// weight may be far larger than their sum. definition: gradients.column_addends
+// Takes 16 columns through all blocks. A block is summed in float64 and rounded once, because the terms of a
+// norm's weight may be far larger than their sum. definition: gradients.column_addends
 static void column_sums_task(void *argument, int index) {
   const ColumnSums *a = argument;
   const Blocks *b = a->blocks;
@@ -372,8 +379,8 @@ static void column_sums(Columns of, const Blocks *blocks, long grad) {
 
 // ----------------------------------------------------------------------------------- gradients of embeddings
 
-// One id: the gradients of its rows are added one by one, straight into the slot's sum.
-// definition: gradients.row_addends
+// The gradient of one id of the table: the gradients of the rows with this id are added to the slot's sum one
+// by one, without blocks. definition: gradients.row_addends
 ROW(table_gradient_row, TableGradient) {
   const Sums *sums = &a->sums;
   float parts[(MAX_LEVELS + 1) * COLS];

@@ -7,7 +7,7 @@
 #include "operations.h"
 #include "shapes.h"
 
-// y [head_dim] is head x, turned by the angles of a position times `way`; the elements that do not rotate
+// Writes head x, turned by the angles of a position times `way`, to y [head_dim]. Elements that do not rotate
 // stay. y may be x.
 INLINE void rotate_head(const Rotary *r, int position, const float *x, int head_dim, const float way,
                         float *y) {
@@ -50,7 +50,7 @@ INLINE void norm_heads(const Model *m, const float *w, const float *x, int heads
     norm(m->head_norm, m->eps, w, NULL, x + i * width, width, r + i, &no_mean, y + i * width);
 }
 
-// Rows that a token has: one for each head, but the norm of all heads needs them together
+// Rows of a token: one for each head, but one for all heads if a norm covers them together
 INLINE int head_rows(const Model *m, int heads) { return m->qk_norm == QK_NORM_WHOLE ? 1 : heads; }
 
 // Norms, rotates and rounds `heads` heads of x, which are `step` floats apart, to y [heads][head_dim]

@@ -7,14 +7,14 @@
 // |sum of X W| <= 128 4095^2 < 2^31, and the scales are 2^-63 .. 2^48, so the last product is exact. A block
 // with a NaN, or with a number of 2^60 or above, has the scale NaN. definition: product.exact
 //
-// In memory a block is the float 2^-s, then pairs of integers of 16 bits in the place of a float each. So
-// tiles step through floats in both precisions: x and w of one term, or two terms of each. With AMX (amx.c)
-// an integer is two signed bytes, X = 64 h + l with l in [-32, 31]. A float's place has four terms: first the
-// bytes h of all terms, then the bytes l.
+// In memory a block is the float 2^-s, followed by pairs of integers of 16 bits, each pair in the memory of a
+// float. So tiles step through floats in both precisions, with one term in each float or with two. With AMX
+// (amx.c) an integer is two signed bytes, X = 64 h + l with l in [-32, 31], and the memory of a float has
+// bytes of four terms: first come the bytes h of all terms, then the bytes l.
 //
-// An outlier leaves the other numbers of its block few bits. Products (not the gradients of weights) add what
-// is lost, where a block of w, or of x in the forward pass, is mostly small: where more than half of its
-// numbers are not zero and have |X| < 32.
+// An outlier leaves the other numbers of its block few bits. Therefore products, but not gradients of
+// weights, add the remainders X' and W' if a block of w, or in the forward pass of x, is mostly small: if
+// more than half of its numbers are not zero and have |X| < 32.
 //
 //   X' = rint((x 2^s - X) 2^11)
 //   block += (float)(sum of X W' + X' W) (2^-sx 2^-sw 2^-11)
@@ -43,14 +43,14 @@ enum { LARGEST_INTEGER = 4095, SMALL_INTEGER = 32, BLOCK_STEPS = 1 + BLOCK / 2 }
 
 INLINE int padded_terms(int terms) { return (terms + PADDING - 1) / PADDING * PADDING; }
 
-// Floats that `terms` terms take, from the beginning of a block on
+// Returns the number of floats of `terms` terms, from the beginning of a block on
 INLINE int steps_of(Precision precision, int terms) {
   if (precision == PRECISION_HIGHEST) return terms;
   int rest = terms % BLOCK;
   return terms / BLOCK * BLOCK_STEPS + (rest ? 1 + padded_terms(rest) / 2 : 0);
 }
 
-// The same of a factor of a product: with remainders
+// Returns the same number for x or w of a product, which have remainders
 INLINE int product_steps(Precision precision, int terms) {
   return steps_of(precision, terms) << (precision == PRECISION_HIGH);
 }
@@ -104,7 +104,7 @@ typedef struct {
 
 INLINE Ints size_bits(Wide x) { return (Ints)x & 0x7fffffff; }
 
-// From the bits of the largest |x| of blocks
+// Returns the scales of blocks from the bits of their largest |x|
 INLINE Scales scales_of(Ints largest) {
   const Ints limit = 127 + 60;
   const Ints exponent = __builtin_elementwise_max(largest >> 23, (Ints)(127 + 11 - 63));
@@ -125,12 +125,12 @@ INLINE Ints remainders_of(Wide x, Wide up, Ints X) {
   return integers_of(x * up - __builtin_convertvector(X, Wide), (Wide)REMAINDER_SCALE);
 }
 
-// 1 for each number that is not zero and becomes a small integer
+// Returns 1 for each number that is not zero and becomes a small integer
 INLINE Ints small_ones(Wide x, Ints X) {
   return (X < SMALL_INTEGER) & (X > -SMALL_INTEGER) & (x != 0.0f) & 1;
 }
 
-// The first float of remainders, from the count of small ones of n
+// Returns the first float of remainders, from the number of small integers among n
 INLINE Wide remainder_weight(Ints small, int n) {
   return (Wide)((2 * small > n) & (Ints)(Wide)(1.0f / REMAINDER_SCALE));
 }

@@ -10,7 +10,7 @@
 
 // --------------------------------------------------------------------------------------- numbers with a name
 
-// Of x, with a factor r for each row: w x r;  (1 + w) x r;  w (x - mean) r + b
+// The norm of a row x, with its factor r: w x r;  (1 + w) x r;  w (x - mean) r + b
 typedef enum { NORM_RMS, NORM_RMS_OFFSET, NORM_LAYER } NormKind;
 
 // Norms of queries and keys: none; one for each head; one for all heads together
@@ -19,8 +19,8 @@ typedef enum { QK_NORM_NONE, QK_NORM_HEAD, QK_NORM_WHOLE } QkNormKind;
 // rows.c has their functions
 typedef enum { ACT_SILU, ACT_GELU, ACT_GELU_TANH } ActivationKind;
 
-// Memory that a pass keeps for its backward pass: nothing, if there is none; the inputs of layers, from
-// which the backward pass computes everything else again; all that the backward pass needs
+// What a pass keeps in memory for its backward pass: nothing, because there is none; the inputs of layers,
+// from which the backward pass computes everything else again; everything that the backward pass needs
 typedef enum { KEEP_NOTHING, KEEP_INPUTS, KEEP_ALL } Keep;
 
 // Formats of deliberate rounding (rounding.c); FLOAT32 does not round
@@ -33,7 +33,7 @@ typedef enum {
   FORMAT_INT8
 } NumberFormat;
 
-// Sums of products in linear layers: chains of float32; exact sums of integers
+// How linear layers sum products: in chains of float32; in exact sums of integers
 typedef enum { PRECISION_HIGHEST, PRECISION_HIGH } Precision;
 
 enum { BLOCK = 128 };  // rules 1, 2 and 4: terms of a chain, or of an exact sum
@@ -66,10 +66,11 @@ typedef struct {
 } Matrix;
 
 // Partial sums of the gradients of a minibatch (rule 2), to which a backward pass adds. A minibatch has
-// 2^levels slots of sequences, joined as a binary tree. When slots 0 .. s - 1 are complete, level[i + 1]
-// holds a subtree of 2^i slots for each bit i that is 1 in s. For s = 6, level[3] holds slots 0 .. 3, and
-// level[2] holds slots 4 and 5. level[0] holds what slot s has so far. In the end it holds the whole tree.
-// One backward pass goes from slot `first` to slot `last`. All arrays have the same offsets.
+// 2^levels slots of sequences, whose sums are joined as a binary tree. For example, when slots 0 to 5 are
+// complete, level[3] holds the sum of slots 0 to 3, level[2] the sum of slots 4 and 5, and level[0] what slot
+// 6 has so far. In general, when slots 0 to s - 1 are complete, level[i + 1] holds a subtree of 2^i slots for
+// each bit i that is 1 in s. In the end level[0] holds the whole tree. One backward pass goes from slot
+// `first` to slot `last`. All arrays have the same offsets.
 typedef struct {
   float *level[MAX_LEVELS];
   int levels;

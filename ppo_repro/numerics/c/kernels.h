@@ -1,8 +1,8 @@
 // Definitions that the kernels share: sizes of tiles, memory, threads, and blocks of rows.
 //
-// Every output element is one chain of operations, each rounded once (+ - * / sqrt fma), in one written order
-// that depends on that element alone: the rules of ../README.md, stated as functions of NumPy in
-// ../definition/. The elements of a vector are different outputs; sums of rows (rule 3) have 16 lanes,
+// Every output element is one chain of operations (+ - * / sqrt fma), each rounded once. The order of the
+// chain depends on that element alone. The rules of ../README.md say which order, and ../definition/ has them
+// as functions of NumPy. The elements of a vector are different outputs. Sums of rows (rule 3) have 16 lanes,
 // whatever the vector width. So batch, padding, cache, micro-batches, threads, vector width and instruction
 // set cannot change a bit. Compile with -ffp-contract=off, never -ffast-math.
 //
@@ -61,7 +61,7 @@ INLINE void copy_floats(float *restrict to, const float *restrict from, long n) 
 
 INLINE void zero_floats(float *x, long n) { memset(x, 0, sizeof(float) * (size_t)n); }
 
-// Memory that calls share. One area for each purpose, because two may be in use at once
+// Memory that calls share. Each purpose has an area, because two may be in use at once
 typedef enum {
   SCRATCH_GRADIENT_STRIPS,  // weight_gradient: dy, packed
   SCRATCH_GRADIENT_PANELS,  // weight_gradient: x, packed
@@ -99,8 +99,8 @@ typedef struct {
 
 // ------------------------------------------------------------------------------- gradients.c, gpu/launches.c
 
-// Sums over the rows of all blocks (rule 2), for the gradient at offset `grad`; -1: nothing is done.
-// dw [n][k] from dy [rows][n] and x [rows][k]
+// Sums over the rows of all blocks (rule 2), added to the gradient at offset `grad`. If `grad` is -1, nothing
+// is done. weight_gradient computes dw [n][k] from dy [rows][n] and x [rows][k].
 static void weight_gradient(Precision precision, const float *dy, int n, const float *x, int k,
                             const Blocks *blocks, long grad);
 static void column_sums(Columns of, const Blocks *blocks, long grad);

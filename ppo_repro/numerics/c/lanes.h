@@ -1,5 +1,5 @@
 // The loops of row functions. A row function computes one row: a token's hidden state, a row of logits, a
-// stretch of a parameter. A row has 16 lanes (rule 3), its partial sums. This file is the CPU's form: one
+// stretch of a parameter. A row has 16 partial sums, the lanes (rule 3). This file is the CPU's form: one
 // thread computes a row, with its lanes in the elements of a vector register. On a GPU 16 threads compute a
 // row, each thread one lane: gpu/lanes.h has the other form of these definitions.
 //
@@ -12,15 +12,16 @@
 //   LANE_VALUES(type, name, start)  one number for each lane, in IN_LANES called LANE(name)
 //   join_lanes, largest_lane, ..    from the lanes' numbers to one
 //   ONE_LANE { .. }                 work in one order, for one lane alone
-//   MEET_LANES                      stands before a lane reads what another lane wrote
-//   fixed_at(x, i), is_one(x)       what makes long rows fast on a GPU and costs a CPU nothing: x[i], which
-//                                   no row writes; whether a form without divisions by x pays
+//   MEET_LANES                      waits for all lanes, before a lane reads what another lane wrote
+//   fixed_at(x, i)                  x[i] of an array that no row writes, which a GPU may load early
+//   is_one(x)                       whether x is 1, so that a loop may leave out its divisions by x; a CPU
+//                                   always says no, because leaving them out gains nothing there
 //
-// No sum in EACH or SHARE, and in IN_LANES only into LANE(..): the pragma lets clang reorder float additions
-// even without -ffast-math, and on a GPU each lane would have its own sum.
+// EACH and SHARE must not sum, and IN_LANES must sum into LANE(..) only: the pragma lets clang reorder float
+// additions even without -ffast-math, and on a GPU each lane would have its own sum.
 //
-// A new operation on rows is a struct with all that it reads and writes (numbers, and pointers to memory of
-// kernels), a ROW, and `for_rows(rows, name, &(Struct){..})` in the pass that needs it.
+// To add an operation on rows, write a struct with all that it reads and writes (numbers, and pointers to
+// memory of kernels), a ROW, and `for_rows(rows, name, &(Struct){..})` in the pass that needs it.
 #ifndef LANES_H
 #define LANES_H
 #include "arithmetic.h"
@@ -55,8 +56,8 @@ typedef void (*RowFunction)(const void *argument, int row, float *memory);
   INLINE void name##_body(const Struct *a, int row, __attribute__((unused)) float *memory)
 #endif
 
-// clang vectorises these loops only where it is told that no iteration writes what another one reads. Of a
-// loop that stays scalar all the same it warns, which is no error here.
+// clang vectorises these loops only if the pragma tells it that no iteration writes what another one reads.
+// Some loops stay scalar all the same. clang warns of them, which is no error here.
 #pragma clang diagnostic ignored "-Wpass-failed"
 #define EACH(i, n) _Pragma("clang loop vectorize(assume_safety)") for (int i = 0; i < (n); i++)
 
@@ -131,7 +132,7 @@ INLINE int all_of_lanes(int own) { return own; }
 INLINE float fixed_at(const float *x, int i) { return x[i]; }
 INLINE int is_one(float x) {
   (void)x;
-  return 0;  // vectors divide fast enough
+  return 0;  // vectors divide fast
 }
 
 // ----------------------------------------------------------------------------------------------------- flags

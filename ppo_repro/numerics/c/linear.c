@@ -1,5 +1,5 @@
-// Linear layers: y = x w^T + bias, and the gradient of x. Both are products by rule 1; see tiles.c for the
-// rule. The gradients of w and bias are sums over rows: see gradients.c.
+// Linear layers: y = x w^T + bias, and the gradient of x. Both are products by rule 1, see tiles.c. The
+// gradients of w and bias are sums over rows, see gradients.c.
 #include "kernels.h"
 
 // Sizes that change no bit
@@ -146,9 +146,9 @@ static void finish_rows(const Product *a, int row0, int row1, int n0, int n1) {
   }
 }
 
-// y [rows][n] from x [rows][k] and the packed w. The order of loops is for the caches: with one strip of rows
-// (decoding) a panel is read once, from its beginning to its end; with more, 128 terms of the panels stay in
-// the second-level cache while the strips, which stay in the first, go by.
+// y [rows][n] from x [rows][k] and the packed w. The order of loops is chosen for the caches. With one strip
+// of rows (decoding) a panel is read once, from its beginning to its end. With more strips, 128 terms of the
+// panels stay in the second-level cache, and each strip in turn in the first-level cache.
 static void forward_rectangle(const Product *a, int row0, int row1, int panel0, int panel1) {
   int rows = row1 - row0;
   int strips = strips_of(rows);

@@ -16,7 +16,7 @@ static void *allocate_zeros(size_t count, size_t size) {
   return checked(calloc(count ? count : 1, size), count * size);
 }
 
-// Give free memory back to the system: memory that was freed may stay in the heap of the C library.
+// Gives free memory back to the system, because freed memory may stay in the heap of the C library.
 void trim_heap(void) {
 #ifdef __GLIBC__
   malloc_trim(0);

@@ -1,5 +1,5 @@
-// A decoder-only language model, forward and backward. Every family is data (Model, Layer); none has a code
-// path. A layer, x -> next, with the numbers of its steps:
+// A decoder-only language model, forward and backward. A family is data (Model, Layer), and no code asks for
+// the family. A layer computes next from x, in these steps:
 //   x2   = x + norm1_after(out(attend(heads(qkv(norm1(x))))))
 //     1 norm1  2 qkv  3 heads  4 attend  5 out  6 norm1_after
 //   next = x2 + norm2_after(down(act(up(norm2(x2)))))
@@ -9,8 +9,8 @@
 // takes the steps in reverse. Each one turns the gradient of its result into the gradients of its input and
 // of its weights.
 //
-// Here is only which step follows which. Products and norms of whole layers are in steps.c, step 3 is in
-// heads.c, step 4 in attention.c, mixtures are in experts.c, memory is in saved.c. The same passes are
+// This file only says which step follows which. Products and norms of whole layers are in steps.c, step 3 is
+// in heads.c, step 4 in attention.c, mixtures are in experts.c, memory is in saved.c. The same passes are
 // definition: network.forward and definition: network.backward.
 #include "kernels.h"
 
@@ -18,7 +18,7 @@
 
 enum { LAYER_NORMS = 4 };  // of a layer, at most
 
-// The input of attention or of the MLP, from the residual stream x: normed by `w`; or a copy, because
+// The input of attention or of the MLP from the residual stream x: the norm by `w`, or else a copy, because
 // products round their inputs in place
 static void input_step(const Pass *pass, const Layer *l, const NormWeights *w, const float *x,
                        NormFactors factors, float *input, int number, int *not_finite) {
@@ -87,8 +87,9 @@ static void input_step_backward(const Model *m, const Layer *l, const NormWeight
   }
 }
 
-// Returns the gradient of the result of attention or of the MLP from dy, the gradient of the sum to which it
-// was added: dy itself, or in d_result what the scale and a norm after them make of it
+// Returns the gradient of the result of attention or of the MLP. dy is the gradient of the sum to which the
+// result was added. If a scale or a norm follows the result, its gradient is written to d_result, else it is
+// dy itself.
 static const float *result_step_backward(const Model *m, const Layer *l, const NormWeights *w,
                                          const float *result, NormFactors factors, const float *dy,
                                          const Blocks *blocks, float *d_result) {
@@ -179,9 +180,10 @@ static Pass pass_over(const Model *m, const Batch *b) {
   return pass;
 }
 
-// Hidden states [tokens][hidden] after the last norm. `kept` has kept_floats(..); NULL with KEEP_NOTHING is
-// memory of this library. Returns 0, or, for the first norm whose input is not finite, 1 + 4 layer + (0:
-// norm1, 1: norm1_after, 2: norm2, 3: norm2_after); the last norm stands for norm1 of layer `layers`.
+// Writes the hidden states [tokens][hidden] after the last norm. `kept` has kept_floats(..) floats. With
+// KEEP_NOTHING it may be NULL, and the library uses memory of its own. Returns 0, or, if the input of a norm
+// is not finite, the number of the first such norm: 1 + 4 layer + (0: norm1, 1: norm1_after, 2: norm2, 3:
+// norm2_after). The last norm counts as norm1 of layer `layers`.
 int model_forward(const Model *m, const Batch *b, float *kept, Keep keep, float *hidden) {
   if (!kept) {
     keep = KEEP_NOTHING;

@@ -1,12 +1,12 @@
-// The operations that model.c, experts.c, tokens.c and optimizer.c are made of. The passes there decide what
-// is computed and in which order; only operations touch the numbers of tensors. On a CPU (operations.c) each
-// one is a loop over the pool of threads. On a GPU (gpu/operations.c) each one is a launch: a row function is
-// a kernel that gets its struct by value, so the struct holds all that the function needs, and its pointers
-// point to memory of kernels.
+// The operations that model.c, experts.c, tokens.c and optimizer.c call. These files decide what is computed
+// and in which order. Only operations touch the numbers of tensors. On a CPU (operations.c) an operation is a
+// loop over the pool of threads. On a GPU (gpu/operations.c) it is a launch: a row function is a kernel that
+// gets its struct by value. So the struct holds all that the function needs, and its pointers point to memory
+// of kernels.
 //
-// Two kinds of memory: `host`, which this code reads and writes itself (Model, Layer, Matrix, Batch, its
-// integers), and memory of kernels (weights, activations, gradients, cache). A CPU has one memory, and what
-// crosses between them stays where it is.
+// There are two kinds of memory. Code on the host reads and writes memory of the host (Model, Layer, Matrix,
+// Batch and its integers). Operations read and write memory of kernels (weights, activations, gradients,
+// cache). On a CPU both are one memory, and nothing is copied between them.
 #ifndef OPERATIONS_H
 #define OPERATIONS_H
 #include "lanes.h"
@@ -17,11 +17,12 @@
 
 // ---- arguments of sums over tokens, on a CPU and on a GPU
 
-// Returns whether a pass ends a minibatch: then the last part of each sum is the tree of all slots, and the
-// gradient.
+// Returns whether a pass ends a minibatch. Then the last part of each sum is the tree of all slots, which is
+// the gradient.
 INLINE int is_whole(const Sums *s) { return s->last == 1 << s->levels; }
 
-// Columns of which each row t has `each` groups, e.g. of the weight of a norm. Their gradient is
+// Columns of which each row t has `each` groups, for example the heads that share a norm's weight. Their
+// gradient is
 //   dw[c] = sum over t and e of dy[t][e][c] x[t][e][c] r[t][e], or of dy[t][e][c] if x is NULL
 // With `mean`, x[t][e][c] - mean[t][e] stands for x[t][e][c].
 typedef struct {
@@ -53,21 +54,21 @@ typedef struct {
 
 #ifndef GPU_KERNELS  // which has no host
 
-// ---- the other operations, which have a file of their own because their tiles differ on a GPU: linear,
-// linear_backward_input, weight_gradient, column_sums, table_gradient, attend and attend_backward; and
-// shared_scratch, which gives memory of kernels
+// ---- Other operations have files of their own, because their tiles differ on a GPU: linear,
+// linear_backward_input, weight_gradient, column_sums, table_gradient, attend and attend_backward. So has
+// shared_scratch, which gives memory of kernels.
 
-// ---- rows (lanes.h): function(argument, row) for each row of [0, rows); with `floats` of memory for each
-// row that is being computed
+// ---- Calls function(argument, row) for each row of [0, rows), see lanes.h. for_rows_with_memory gives each
+// row that is being computed `floats` of memory.
 static void for_rows(int rows, RowFunction function, const void *argument);
 static void for_rows_with_memory(int rows, int floats, RowFunction function, const void *argument);
 
-// ---- a flag that rows may set (set_flag); there is one
+// ---- the one flag, which rows may set (set_flag)
 static int *clear_flag(void);
 static int flag_value(const int *flag);
 
-// ---- whether this call has failed, see failure.c: then operations compute nothing, memory may be NULL, and
-// the host reads nothing that kernels wrote
+// ---- Returns whether this call has failed, see failure.c. Then operations compute nothing, memory may be
+// NULL, and the host must not read what kernels wrote.
 static int failed(void);
 
 // ---- host memory: `count` zeros of `size` bytes, to be freed
@@ -78,15 +79,15 @@ static float *kernel_memory(size_t n);
 static float *kernel_zeros(size_t n);
 static void free_kernel_memory(float *memory);
 
-// ---- what crosses: `bytes` that kernels wrote, for the host, until the next call, or NULL if this call has
-// failed; n integers that the host wrote, for kernels, until the pass ends; bytes from the host to memory of
-// kernels
+// ---- Copies between the two memories. on_host: `bytes` that kernels wrote, which the host may read until
+// the next call; NULL if this call has failed. integers_for_kernels: n integers of the host, which kernels
+// may read until the pass ends. copy_to_kernels: from the host to memory of kernels.
 static const void *on_host(const void *memory, size_t bytes);
 static const int *integers_for_kernels(const int *numbers, long n);
 static void copy_to_kernels(void *to, const void *from, size_t bytes);
 
-// ---- n integers that kernels write in a pass and the host reads after it, at `numbers`: where kernels write
-// them, and their way to the host
+// ---- n integers that kernels write in a pass and the host reads after it, at `numbers`. The first function
+// returns where kernels write them, the second copies them to the host.
 static int *integers_from_kernels(int *numbers, long n);
 static void fetch_integers(int *numbers, const int *from, long n);
 

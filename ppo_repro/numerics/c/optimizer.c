@@ -1,8 +1,8 @@
 // Operations after the backward passes, in this order: the join of the slots' gradients, the norm of
-// all gradients, AdamW. A tensor of n numbers is computed as rows of 4,096; the last one may be shorter.
+// all gradients, AdamW. A tensor of n numbers is cut into rows of 4,096. The last row may be shorter.
 #include "operations.h"
 
-// The rows of all operations but AdamW have the length of a stretch, which rule 3 asks of the squares alone.
+// Rows of all operations except AdamW have the length of a stretch. Rule 3 needs this only for the squares.
 
 // Scratch memory is counted in floats.
 enum { FLOATS_OF_A_DOUBLE = sizeof(double) / sizeof(float) };
@@ -82,7 +82,7 @@ ROW(adamw_row, Adamw) {
 // The code below runs on the host, see operations.h.
 #ifndef GPU_KERNELS
 
-// The whole tree of n sums in level[0], after the last backward pass. Slot `first` is the last one with
+// Joins the n sums of all slots in level[0], after the last backward pass. Slot `first` is the last slot with
 // sequences (`open`), or has none.
 void join_sums(const Sums *sums, long n) {
   if (sums->first == 1 << sums->levels) return;
@@ -91,8 +91,9 @@ void join_sums(const Sums *sums, long n) {
 
 // Rule 3, definition: optimizer.sum_of_squares, definition: optimizer.global_norm. Writes the sum of g^2 of
 // each tensor: the sums of its stretches are added in order from +0. Returns the sum over the tensors, in
-// order from +0. It is NaN or infinite if and only if a gradient is: no sum of squares of float32 overflows
-// float64. `stretches`, unless it is NULL, gets the sums of all stretches, tensor after tensor.
+// order from +0. The sum is NaN or infinite if and only if a gradient is, because no sum of squares of
+// float32 overflows float64. `stretches`, unless it is NULL, gets the sums of all stretches, tensor after
+// tensor.
 double gradient_squares(Trained *tensors, int count, double *stretches) {
   double sum = 0.0;
   for (Trained *t = tensors; t < tensors + count; t++) {

@@ -1,7 +1,6 @@
-// Deliberate rounding to the number formats of other stacks: the value of a float32 number there, as a
-// float32 number. Floating formats round to nearest, ties to even. Formats of 8 bits have a scale for each
-// row, max |x| / largest; beyond their largest they saturate, infinity included, where 16 bits overflow to
-// infinity.
+// Deliberate rounding of float32 numbers to the number formats of other stacks. The results are float32
+// numbers. Floating formats round to nearest, ties to even. Formats of 8 bits have a scale for each row,
+// max |x| / largest. A number beyond the largest becomes the largest in 8 bits, and infinity in 16 bits.
 // Micikevicius et al., 2022.
 #include "operations.h"
 

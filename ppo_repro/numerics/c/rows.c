@@ -5,8 +5,8 @@
 
 // -------------------------------------------------------------------------------------------------- row sums
 
-// Rule 3, before it is rounded to float32: definition: row_sums.row_sum. Products of two float32 are
-// exact in float64.
+// The sum of rule 3, not yet rounded to float32. Products of two float32 are exact in float64.
+// definition: row_sums.row_sum
 static double dot_rows(const float *a, const float *b, int n) {
   LANE_VALUES(double, sum, 0.0);
   IN_LANES(i, n, LANE(sum) += (double)a[i] * b[i];);

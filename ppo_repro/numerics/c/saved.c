@@ -1,14 +1,13 @@
-// Memory of a pass: the results of each layer, the ones that the backward pass needs, and gradients of
-// activations.
+// Memory of a pass: the results of each layer that the backward pass needs, and gradients of activations.
 //
 // The caller gives a forward pass kept_floats(..) floats, `kept`. They hold, one after the other:
 //   1/r and mean of the last norm [tokens] each, inputs of layers [layers + 1][tokens][hidden], Saved of
 //   layers.
 // With KEEP_INPUTS there is one Saved for all layers, and the backward pass computes each layer again. With
-// KEEP_NOTHING there are also only two inputs: the layers take turns, from one to the other.
+// KEEP_NOTHING there are also only two inputs: each layer reads one and writes the other.
 #include "kernels.h"
 
-// Gives out memory in pieces of whole 64 bytes; if `memory` is NULL, it only counts.
+// Gives out memory in multiples of 64 bytes. If `memory` is NULL, it only counts.
 typedef struct {
   float *memory;
   long used;

@@ -1,4 +1,4 @@
-// Memory of kernels that is kept from call to call, and grows. An area's contents are lost when it grows.
+// Memory of kernels that stays allocated from call to call. If an area must grow, its contents are lost.
 #include "kernels.h"
 
 typedef struct {
@@ -6,7 +6,7 @@ typedef struct {
   size_t floats;
 } Area;
 
-// At least `floats` floats; NULL if memory is full, which leaves an empty area
+// Returns at least `floats` floats. If memory is full, returns NULL and leaves the area empty.
 static float *grown(Area *area, size_t floats) {
   if (area->memory && floats <= area->floats) return area->memory;
   free_kernel_memory(area->memory);
@@ -31,7 +31,7 @@ static float *scratch(size_t floats) { return grown(&area_of_thread, floats); }
 static void free_scratch_of_thread(void) { free_area(&area_of_thread); }
 #endif
 
-// Free the memory of passes, of this thread and shared, until the next pass.
+// Frees the memory of passes, of this thread and shared. The next pass allocates it again.
 void free_scratch(void) {
   for (int i = 0; i < SCRATCH_AREAS; i++) free_area(&shared_areas[i]);
 #ifndef GPU_HOST

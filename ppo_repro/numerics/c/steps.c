@@ -1,5 +1,5 @@
-// The steps of a layer, each with its rounding on purpose (none, for most models) and its backward step. x, y
-// and all gradients are rows of tokens.
+// The steps of a layer, forward and backward. Models with deliberate rounding (rounding.c) round after each
+// step. x, y and all gradients are rows of tokens.
 #include "kernels.h"
 
 // -------------------------------------------------------------------------------------------------- products

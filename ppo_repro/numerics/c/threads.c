@@ -1,8 +1,8 @@
-// One pool of threads, for one caller at a time. A task is an index; which thread takes it changes no result,
-// because no task writes what another reads.
+// One pool of threads, for one caller at a time. A task is an index. Any thread may take it, because no task
+// writes what another reads.
 //
-// A job is one call of parallel_for. Workers spin for some microseconds after a job, since the next one
-// mostly comes at once, and then sleep. The caller takes tasks too, and waits until all are done.
+// A job is one call of parallel_for. After a job the workers spin for some microseconds, because the next job
+// usually comes at once. Then they sleep. The caller takes tasks too, and waits until all are done.
 #include <pthread.h>
 #include <sched.h>
 #include <stdatomic.h>
@@ -19,8 +19,8 @@ enum {
 static struct {
   pthread_t workers[MAX_WORKERS];
   int count;  // workers besides the caller
-  // tasks of the job << TASK_BITS | the next of them: one number, so that a worker that wakes late takes no
-  // task of a job that is over for one of the next job
+  // tasks of the job << TASK_BITS | the next task. Both are one number, so that a worker that wakes late
+  // never compares a task of one job with the number of tasks of another
   atomic_ullong ticket;
   atomic_int job;   // counts jobs
   atomic_int done;  // tasks of this job
@@ -82,8 +82,8 @@ static void *work(void *seen) {
   return NULL;
 }
 
-// Waits for the tasks, not for the workers: one that sleeps wakes after milliseconds, when others have done
-// its part. Does nothing in a call that has failed.
+// Waits for the tasks, not for the workers: a worker that sleeps may wake after milliseconds, when all tasks
+// are done. Does nothing in a call that has failed.
 static void parallel_for(int total, Task task, void *argument) {
   if (failed()) return;
   // The ticket counts beyond `total`: once for this thread, and twice for a worker that wakes late, which
@@ -104,8 +104,8 @@ static void parallel_for(int total, Task task, void *argument) {
   }
 }
 
-// Ends all workers and starts `threads` - 1 others; returns 0. Returns -1 for a number that no pool has, and
-// changes nothing. Returns -1 if the system starts fewer threads, and leaves one.
+// Ends all workers, starts `threads` - 1 others, and returns 0. Returns -1 and changes nothing if no pool can
+// have this number of threads. Returns -1 and leaves one thread if the system starts fewer.
 int set_threads(int threads) {
   int wanted = threads - 1;
   if (wanted < 0 || wanted > MAX_WORKERS) return -1;

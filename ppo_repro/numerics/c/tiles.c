@@ -1,10 +1,10 @@
 // Tiles: small rectangles of a result whose sums stay in registers. Products, gradients of weights and
-// attention are loops over tiles. Rule 1 is stated here; chain_block in gradients.c has the same chain over
-// positions.
+// attention are loops over tiles. This file has the chain of rule 1, and chain_block in gradients.c has the
+// same chain over positions.
 //
 // Rule 1: y[i][j] = sum over k of x[i][k] w[k][j]. The terms are cut into blocks of BLOCK. A block is one
 // chain acc = fma(x, w, acc) from +0 by rising k, and the blocks are added in order, y = y + block from y =
-// +0. Because even the first block is added to +0, no sum is -0, and terms that are zero may be left out.
+// +0. Because the first block too is added to +0, no y is -0, and terms that are zero may be left out.
 // definition: product.chain, product.product
 //
 // A tile is ROWS rows by 16 columns (by 32 with AVX-512). Each of its sums stays in one element of one vector
@@ -30,11 +30,11 @@ typedef struct {
   int first;       // this block is the first of its sum, which begins at +0; earlier contents of y are lost
 } BlockOfProduct;
 
-// What a tile sums: a chain; in precision high, integers, and then what their remainders add
+// What a tile sums: a chain of float32, or in precision high integers, or their remainders
 enum { CHAIN, INTEGERS, REMAINDERS };
 
-// Adds one tile of the block, from w and y on, to y. `rows` and `panels` are constants where this is inlined,
-// as the steps may be: then all sums are registers.
+// Adds one tile of the block, from w and y on, to y. Callers pass constants as `rows` and `panels`, because
+// then the compiler keeps all sums in registers.
 INLINE void add_tile(const BlockOfProduct *a, const float *restrict w, float *restrict y, long x_step,
                      long w_step, const int rows, const int panels, const int kind) {
   const int is_high = kind != CHAIN;
@@ -148,7 +148,7 @@ static void add_wide_tile(const BlockOfProduct *a, const float *w, float *y) {
   }
 }
 
-// 16 columns, any steps
+// Adds 16 columns, for any steps
 static void add_narrow_tile(const BlockOfProduct *a, const float *w, float *y) {
   const long x_step = a->x_step;
   const long w_step = a->w_step;
@@ -168,7 +168,7 @@ static void add_narrow_tile(const BlockOfProduct *a, const float *w, float *y) {
   }
 }
 
-// `cols` < 16 columns of y; w has 16. The tile goes through a copy of y that has 16.
+// Adds `cols` < 16 columns to y, where w has 16. The tile is computed in a copy of y that has 16 columns.
 static void add_ragged_tile(const BlockOfProduct *a, const float *w, float *y, int cols) {
   float copy[ROWS * COLS];
   BlockOfProduct to_copy = *a;
@@ -179,8 +179,8 @@ static void add_ragged_tile(const BlockOfProduct *a, const float *w, float *y, i
   for (int i = 0; i < a->rows; i++) copy_floats(y + i * a->y_row, copy + i * COLS, cols);
 }
 
-// `cols` columns of y, any number, where w is packed in panels: w_step is 16, x_step is 1, and every panel
-// has 16 columns in memory, also the last one.
+// Adds any number `cols` of columns to y, where w is packed in panels: w_step is 16, x_step is 1, and every
+// panel has 16 columns in memory, also the last one.
 static void multiply_panels(const BlockOfProduct *a, int cols) {
   const float *w = a->w;
   float *y = a->y;
@@ -197,8 +197,8 @@ static void multiply_panels(const BlockOfProduct *a, int cols) {
   if (cols > 0) add_ragged_tile(a, w, y, cols);
 }
 
-// `cols` columns of y, any number, where w lies in rows of any distance. A last part of less than 16 columns
-// is copied, so that nothing is read beyond it.
+// Adds any number `cols` of columns to y, where rows of w are any distance apart. If less than 16 columns are
+// left, their part of w is copied, so that nothing is read beyond it.
 static void multiply_rows(const BlockOfProduct *a, int cols) {
   const float *w = a->w;
   float *y = a->y;
@@ -215,8 +215,8 @@ static void multiply_rows(const BlockOfProduct *a, int cols) {
   add_ragged_tile(&in_panel, panel, y, cols);
 }
 
-// Any number of rows is cut into strips of nearly equal height, at most ROWS: the row at which strip s
-// begins.
+// Rows are cut into strips of nearly equal height, at most ROWS: the number of strips, and the row at which
+// strip s begins.
 INLINE int strips_of(int rows) { return (rows + ROWS - 1) / ROWS; }
 INLINE int strip_row(int rows, int s, int strips) { return (int)((long)rows * s / strips); }
 

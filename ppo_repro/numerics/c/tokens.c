@@ -1,8 +1,8 @@
 // Rows of logits: probabilities of tokens, their gradients, top-k and top-p, noise, sampling.
 //
 // A row z [v] stands for p = softmax(z / temperature) over the eligible tokens (bytes [v]; NULL: all). Sums
-// over the vocabulary follow rule 3. A row whose shifted logits are not finite has a NaN in log_total, and
-// the functions of the interface return 0. Structs: interface.h.
+// over the vocabulary follow rule 3. If the shifted logits of a row are not finite, its log_total is NaN, and
+// the functions of the interface return 0. The structs are in interface.h.
 #include "elementary.h"
 #include "operations.h"
 
@@ -316,8 +316,9 @@ INLINE double gumbel_of_hash(uint32_t h) {
   return -log64(-(log_u < -0x1p-32 ? log_u : -0x1p-32));
 }
 
-// At least the noise of the hash, but for roundings below 1e-5: -ln u >= 1 - u, so noise <= -ln(y / 2^32)
-// with y = 2^32 - 1 - h; and log2 y >= bits(y) 2^-23 - 127, because chords lie below a concave function.
+// An upper bound of the noise of the hash, except for roundings below 1e-5. With y = 2^32 - 1 - h, the noise
+// is at most -ln(y / 2^32), because -ln u >= 1 - u. And log2 y >= bits(y) 2^-23 - 127, because chords lie
+// below a concave function.
 INLINE float gumbel_bound(uint32_t h) {
   int32_t bits = (int32_t)as_bits((float)(0xffffffffu - h));
   return (float)(LN2 * (127 + 32)) - (float)bits * (float)(LN2 * 0x1p-23);
@@ -341,8 +342,8 @@ ROW(normal_row, Noise) {
 
 // -------------------------------------------------------------------------------------------------- sampling
 
-// A score that can win is above -12 - 710, log p of the likeliest token and the smallest noise. There the
-// roundings of the bound, a float32 sum, stay below this.
+// The bound is a float32 sum, and its roundings stay below this number for every score that can win. Such a
+// score is above -12 - 710, the log p of the likeliest token plus the smallest noise.
 #define BOUND_SLACK 1e-3f
 enum { GROUP = 256 };  // tokens whose bounds are computed together: free
 
@@ -365,7 +366,7 @@ typedef struct {
   double log_total;
 } Scores;
 
-// Of a row whose softmax is known
+// The parts of the scores in a row whose softmax is known
 INLINE Scores scores_of(const Sampling *of, int row) {
   return (Scores){
       .z = of->logits + row * of->ld,
@@ -430,10 +431,10 @@ INLINE Best best_token(const Scores *s, const float *highest, int v, float thres
 }
 
 // Rule 8, definition: sampling.sample: the first token with the largest score log p + noise. A score takes
-// two logarithms in float64, and nearly all of them lose. So each token gets an upper bound of its score.
-// Then the tokens with the highest bound get a score, and with it all tokens whose bound reaches this score:
-// no other can win. Three functions, because only the sums of the softmax have an order: on a GPU the groups
-// of tokens are computed at once.
+// two logarithms in float64, and nearly all scores lose. So each token gets an upper bound of its score. Then
+// the tokens with the highest bound get a score, and then all tokens whose bound reaches this score, because
+// no other token can win. These are three functions, because only the sums of the softmax have an order: on a
+// GPU the groups of tokens are computed at once.
 ROW(softmax_row, SamplingRows) {
   const Sampling *of = &a->of;
   const Softmax softmax = row_softmax(of->logits + row * of->ld, NULL, of->v, of->temperature, NULL);

@@ -1,5 +1,5 @@
-// Rules that a model must follow, stated once: each kernel relies on these rules, and none checks them
-// again. Python asks `model_fault` before it shows a Model to any other kernel.
+// Rules that a model must follow. Kernels rely on these rules without checking them again. So Python calls
+// `model_fault` before it passes a Model to any other kernel.
 #include "kernels.h"
 
 #define TEXT(number) TEXT_OF(number)

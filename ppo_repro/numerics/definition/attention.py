@@ -1,6 +1,6 @@
 """Compute rule 4, attention: scores, softmax and mixed values of each head, and their gradients.
 
-Scores and mixed values follow rule 1, over head_dim and over key positions; the sum of p follows rule 3.
+Scores and mixed values follow rule 1, over head_dim and over key positions. The sum of p follows rule 3.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def scores_of(layer: Layer, q: Array, k_each: Array) -> Array:
 
 
 def attend(layer: Layer, q: Array, k: Array, v: Array) -> Attention:
-    """Compute rule 4: p = exp(score - largest), 0 for unseen keys; out = (sum_j p v) / float32(sum_j p).
+    """Compute rule 4: out = (sum_j p v) / float32(sum_j p) with p = exp(score - largest), or 0 for an unseen key.
 
     All sums run over key positions from 0 on: products in blocks of 128, the sum of p in 16 lanes. Kernel: `attend`.
 
@@ -71,11 +71,11 @@ def attend(layer: Layer, q: Array, k: Array, v: Array) -> Attention:
 
 
 def attend_backward(layer: Layer, of: Attention, d_out: Array) -> tuple[Array, Array, Array]:
-    """Return dq, dk, dv: p = exp(..) (1 / total), ds = p (d_out.v - delta) slope, delta = float32(out . d_out).
+    """Return dq, dk and dv from ds = p (d_out.v - delta) slope, with delta = float32(out . d_out).
 
-    The slope is the soft cap's. dq = (sum_j ds k) scale over blocks of key positions. dk = (sum_t ds q) scale and
-    dv = sum_t p d_out over blocks of query positions, block after block, then head after head of the heads that share a
-    key. Kernel: `attend_backward`.
+    p = exp(..) (1 / total), and the slope is the soft cap's. dq = (sum_j ds k) scale over blocks of key positions.
+    dk = (sum_t ds q) scale and dv = sum_t p d_out are sums over the heads that share a key, head after head, and in
+    each head over blocks of query positions. Kernel: `attend_backward`.
 
     Args:
         layer: window, scale and soft cap of the scores.

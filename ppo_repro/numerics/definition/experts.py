@@ -31,7 +31,9 @@ class Mixture:
 
 
 def choose(logits: Array, count: int) -> Array:
-    """Choose experts by rule 7: the `count` largest logits of each row, as rising indices [T, k]; ties to the lower.
+    """Choose experts by rule 7: the `count` largest logits of each row, as rising indices [T, k].
+
+    If two logits are equal, the lower index wins.
 
     Kernel: `choose`.
     """

@@ -1,4 +1,4 @@
-"""Compute rule 2, the gradient of a weight: add blocks of 128 positions to slots of sequences; join slots as a tree.
+"""Compute rule 2, the gradient of a weight: add blocks of 128 positions to slots, and join the slots as a tree.
 
 A sequence contributes a list of addends for each parameter. `slot_sums` adds the addends of all sequences one by one,
 in the order of the sequences. The code knows no micro-batches, threads or processes, so these cannot change a bit. A
@@ -29,13 +29,13 @@ Contributions = dict[str, Addends]  # by the parameter's path, as in `model.para
 def slot_of(sequence: int, sequences: int, slots: int) -> int:
     """Return the slot of sequence i of S: slot s has the sequences floor(s S / slots) .. floor((s + 1) S / slots) - 1.
 
-    A minibatch of fewer sequences than slots has empty slots. The package computes slots in `rows.slots_of`.
+    A minibatch of fewer sequences than slots has empty slots. The package computes slots in `sequences.slots_of`.
     """
     return ((sequence + 1) * slots - 1) // sequences
 
 
 def blocks_of(position: Array) -> list[Array]:
-    """Return the rows of each block of 128 positions, in order; position [rows] rises. Kernel: `make_blocks`.
+    """Return the rows of each block of 128 positions, in order. `position` [rows] rises. Kernel: `make_blocks`.
 
     A block is a range of positions, not of rows, so missing rows do not move its bounds.
     """
@@ -46,7 +46,7 @@ def blocks_of(position: Array) -> list[Array]:
 def weight_addends(dy: Array, x: Array, position: Array, precision: Precision = "highest") -> Addends:
     """Compute rule 2 for a matrix: dW[n, k] = sum_t dy[t, n] x[t, k], one sum by rising position for each block.
 
-    dy [rows, N], x [rows, K]; each addend [N, K]. An expert's rows are the tokens that chose it; a sequence without
+    dy [rows, N], x [rows, K]; each addend [N, K]. An expert's rows are the tokens that chose it. A sequence without
     tokens of the expert adds nothing. Kernel: `weight_gradient`.
     """
     return [(EVERYWHERE, block_sum(dy[rows].T, x[rows].T, precision, "none")) for rows in blocks_of(position)]

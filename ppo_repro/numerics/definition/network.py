@@ -35,7 +35,7 @@ class LayerActivations:
 
 @dataclass(frozen=True)
 class Activations:
-    """Activations of a sequence's forward pass; `hidden` [T, H] are the hidden states after the last norm."""
+    """Activations of a sequence's forward pass. `hidden` [T, H] are the hidden states after the last norm."""
 
     ids: Array
     layers: tuple[LayerActivations, ...]
@@ -87,12 +87,14 @@ def _normed_backward(
 
 
 def forward(model: Model, ids: Sequence[int], routes: Array | None = None) -> Activations:
-    """Run one sequence: x + attention, then + MLP. Each of them may have a norm of its input and a norm of its result.
+    """Run one sequence: in each layer x2 = x + attention(x), then x2 + mlp(x2), or x2 + mlp(x) if parallel.
 
-    The MLP reads the sum of x and attention, or x if parallel. `add` adds.
+    Attention and MLP may each have a norm before and a norm after. `add` computes the sums. Kernel: `model_forward`.
 
-    `routes` [layers with experts, T, k]: the experts of each token, by rising index; None: routers choose. Kernel:
-    `model_forward`.
+    Args:
+        model: the weights.
+        ids: [T], token ids.
+        routes: [layers with experts, T, k], the experts of each token, by rising index; None: routers choose.
     """
     x, layers, given = embed(model, np.asarray(ids)), [], iter(() if routes is None else routes)
     for layer in model.layers:
@@ -117,9 +119,9 @@ def forward(model: Model, ids: Sequence[int], routes: Array | None = None) -> Ac
 def backward(model: Model, of: Activations, d_hidden: Array) -> Contributions:
     """Return one sequence's addends to the gradient of every parameter; d_hidden [T, H]. Kernel: `model_backward`.
 
-    With d the gradient of a layer's output: the MLP and its norms receive d residual_scale; d2 = d + the gradient
-    through them. Attention and its norms receive d2 residual_scale, or d residual_scale if parallel; d2 + the gradient
-    through them is the gradient of the layer's input.
+    Let d be the gradient of a layer's output, and s the residual scale. The MLP and its norms receive d s; their
+    gradient plus d is d2, the gradient of x2. Attention and its norms receive d2 s, or d s if parallel; their gradient
+    plus d2 is the gradient of the layer's input.
     """
     grads, scale = Contributions(), F(model.residual_scale)
     position = np.arange(len(of.ids))

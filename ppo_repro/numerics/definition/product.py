@@ -1,8 +1,8 @@
 """Compute rule 1, the product: y[m, n] = sum_k x[m, k] w[n, k] in blocks of 128 terms.
 
 Rules 2 and 4 use the same blocks. In precision `highest` a block is a chain, which ends at -0 if a negative product
-underflows; in `high` it is an exact sum of integers, and of their remainders beside outliers. No y is -0, because the
-first block is added to +0. So a kernel may leave out a term that is zero, and padding, masked keys and ragged tiles
+underflows. In `high` a block is an exact sum of integers, and of their remainders beside outliers. No y is -0, because
+the first block is added to +0. So a kernel may leave out a term that is zero, and padding, masked keys and ragged tiles
 change no bit.
 """
 
@@ -32,10 +32,11 @@ def chain(x: Array, w: Array) -> Array:
 
 @quiet
 def integers(x: Array) -> tuple[Array, Array, Array, Array]:
-    """Return X = clip(rint(x 2^s), -4095, 4095), ties to even; X' = rint((x 2^s - X) 2^11); 2^-s; is mostly small.
+    """Return for each row the integers X, the remainders X', the scale 2^-s, and whether the row is mostly small.
 
-    X and X' are float64 [.., n], 2^-s is float32 [.., 1]. A row is mostly small if more than half of its numbers are
-    not zero and have |X| < 32. |X'| is at most 2^11, because x 2^s - X is below 1.
+    X = clip(rint(x 2^s), -4095, 4095), ties to even, and X' = rint((x 2^s - X) 2^11), both float64 [.., n]; 2^-s is
+    float32 [.., 1]. A row is mostly small if more than half of its numbers are not zero and have |X| < 32. |X'| is at
+    most 2^11, because x 2^s - X is below 1.
 
     2^s brings the largest |x| of a row into [2048, 4096), but s is at most 63. A row with a NaN, or with a number of
     2^60 or above, has the scale NaN, and any X'. Kernels: `integer_row`, `integer_columns`.

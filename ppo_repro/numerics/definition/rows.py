@@ -16,7 +16,7 @@ from ppo_repro.numerics.definition.row_sums import row_mean, row_sum
 
 @dataclass(frozen=True)
 class Normed:
-    """Result y [.., C] of a norm; for the backward pass x_hat [.., C], y without weights, and the factor r [.., 1]."""
+    """Result y [.., C] of a norm and, for its backward pass, x_hat [.., C] (y without weights) and r [.., 1]."""
 
     y: Array
     x_hat: Array
@@ -29,9 +29,9 @@ def norm_factor(kind: str, weights: NormWeights) -> Array:
 
 
 def norm(kind: str, x: Array, weights: NormWeights, eps: float) -> Normed:
-    """Normalise rows: r = float32(1 / sqrt(mean x^2 + eps)), x_hat = x r, y = x_hat w; mean and root in float64.
+    """Normalise rows: r = float32(1 / sqrt(mean x^2 + eps)), x_hat = x r, y = x_hat w. Mean and root are in float64.
 
-    LayerNorm: x - float32(mean x) replaces x, and y = fma(x_hat, w, b). Kernel: `norm`.
+    A LayerNorm computes with x - float32(mean x) instead of x, and y = fma(x_hat, w, b). Kernel: `norm`.
 
     Args:
         kind: `layer`, `rms` or `rms_offset`.
@@ -52,7 +52,7 @@ def norm(kind: str, x: Array, weights: NormWeights, eps: float) -> Normed:
 def norm_backward(
     grads: Contributions, name: str, kind: str, weights: NormWeights, dy: Array, of: Normed, position: Array
 ) -> Array:
-    """Return dx = r fma(-x_hat, mean(g x_hat), g) with g = dy w; LayerNorm: r (fma(..) - mean(g)).
+    """Return dx = r fma(-x_hat, mean(g x_hat), g) with g = dy w; for a LayerNorm r (fma(..) - mean(g)).
 
     Kernel: `norm_backward`.
 

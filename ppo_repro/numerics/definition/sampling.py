@@ -32,7 +32,10 @@ def murmur3(data: bytes, seed: int = 0) -> int:
 
 
 def hashes(seed: int, position: int, columns: Array, *first: int) -> Array:
-    """Hash the first words, the seed as uint64, position and column as uint32, little endian; float64 [columns]."""
+    """Return a hash for each column, float64 [columns], of little-endian words.
+
+    The words are `first`, the seed as uint64, the position and the column as uint32.
+    """
     words = struct.pack(f"<{len(first)}IQI", *first, seed % 2**64, position % 2**32)
     return np.array([murmur3(words + struct.pack("<I", column)) for column in columns], D)
 
@@ -49,9 +52,9 @@ def gumbel_noise(seed: int, position: int, columns: Array) -> Array:
 
 
 def normal_noise(seed: int, position: int, columns: Array) -> Array:
-    """Return normal noise sqrt(-2 ln u) cos(2 pi v), float64; u, v = (h + 1/2) / 2^32, h: hash with first word 1 or 2.
+    """Return normal noise sqrt(-2 ln u) cos(2 pi v), float64. Box and Muller, 1958. Kernel: `normal_noise`.
 
-    Kernel: `normal_noise`. Box and Muller, 1958.
+    u and v are (h + 1/2) / 2^32, where h is the hash with the first word 1 for u, and 2 for v.
     """
     u, v = ((hashes(seed, position, columns, first) + 0.5) * 2.0**-32 for first in (1, 2))
     return np.sqrt(log64(u) * -2.0) * sin_cos64(v * (2.0 * math.pi))[1]

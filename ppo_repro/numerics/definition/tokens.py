@@ -16,7 +16,7 @@ from ppo_repro.numerics.definition.rows import soft_cap, soft_cap_slope
 
 @dataclass(frozen=True)
 class Softmax:
-    """Softmax of rows: shifted and e = exp(shifted) [n, V], 0 if ineligible; total, log_total, top [n, 1] float64."""
+    """Softmax of rows, with e = exp(shifted), or 0 for an ineligible token; [n, V], the last three float64 [n, 1]."""
 
     shifted: Array
     e: Array
@@ -81,9 +81,9 @@ def statistics(z: Array, targets: Array, temperature: float, eligible: Array | N
 
 
 def cumulative(z: Array, targets: Array, temperature: float, eligible: Array | None) -> Array:
-    """Return the probability of the tokens at least as likely as the target, itself included, ties by id; [n] float32.
+    """Return the probability of all tokens up to the target, itself included, in the order of `sampling.cut`.
 
-    Tokens have the order of `sampling.cut`: by z / temperature.
+    The order is by falling z / temperature; equal tokens are ordered by id. The result is [n] float32.
 
     Args:
         z: logits [n, V].

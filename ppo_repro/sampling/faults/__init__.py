@@ -1,1 +1,1 @@
-"""Add deliberate faults to the sampler and to the trainer's rollout; the loop does not know them."""
+"""Add deliberate faults to the sampler and to the trainer's rollout. The loop does not know them."""

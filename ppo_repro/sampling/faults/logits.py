@@ -33,7 +33,7 @@ def disturbed(logits: Tensor, seeds: Tensor, positions: Tensor, temperature: flo
 
 
 def biased(logits: Tensor, seed: int, temperature: float, size: float) -> Tensor:
-    """Return logits [n, V] + temperature size z, rounded once; `size` is in nats of log-prob.
+    """Return logits [n, V] + temperature size z, rounded once. `size` is in nats of log-prob.
 
     z is one standard normal number for each token id. The sum imitates a sampler that prefers some tokens everywhere,
     for example because a row of its last matrix is wrong.

@@ -37,7 +37,7 @@ def with_faults(
         engine = FlippingEngine(engine, state, ranks, known.difference(special_ids(tokenizer), end_ids))
     if lag:
         engine = LaggingEngine(engine, state, lag)
-    # around the sampler, not in `received`: records have the trainer's tokens, and the loop compares their log-probs
+    # not in `received`, which would leave the sampler's tokens in the records, where the loop compares log-probs
     return RetokenizingEngine(engine, tokenizer, share) if share else engine
 
 

@@ -1,4 +1,4 @@
-"""Run the user's engine in a child process; `engine.py` is the run's side.
+"""Run the user's engine in a child process. `engine.py` is the run's side.
 
 The engine's settings for its process, for example torch's threads, do not affect the trainer.
 """

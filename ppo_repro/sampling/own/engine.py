@@ -49,7 +49,7 @@ class EngineProcess:
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: EngineSampling, seeds: Sequence[int]
     ) -> list[Response]:
-        """Return one response per prompt; the first of `seeds` seeds the global generators of the process."""
+        """Return one response per prompt. The first of `seeds` seeds the global generators of the process."""
         row = {"prompts": prompts, "sampling": asdict(sampling), "seeds": seeds}
         responses: list[Response] = self._call("generate", row, seeds[0] % _SEEDS)
         return responses

@@ -1,1 +1,1 @@
-"""Sample with SGLang servers from the trainer's side; `plugin` runs inside the servers."""
+"""Sample with SGLang servers from the trainer's side. `plugin` runs inside the servers."""

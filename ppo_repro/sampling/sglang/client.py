@@ -11,10 +11,10 @@ from ppo_repro.base.errors import UserError
 
 
 class Call:
-    """Request that has been sent; only `json` waits for the answer, so several servers work at the same time."""
+    """Request that has been sent. Only `json` waits for the answer, so several servers work at the same time."""
 
     def __init__(self, url: str, path: str, timeout: float, body: Any = None) -> None:
-        """Send JSON data with POST, or GET if `body` is None; the answer begins within `timeout` seconds."""
+        """Send JSON data with POST, or GET if `body` is None. The answer begins within `timeout` seconds."""
         self.url, self.path, self.timeout = url, path, timeout
         self._connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=timeout)
         data = None if body is None else json.dumps(body, allow_nan=False)

@@ -1,6 +1,6 @@
 """Build the command line and the environment of a server, and inspect its interpreter.
 
-`look_into` runs the interpreter and `numerics_digest` reads files; the other functions have no effects.
+`look_into` runs the interpreter and `numerics_digest` reads files. The other functions have no effects.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ppo_repro.config.run import NumericsConfig
 from ppo_repro.sampling.sglang.plugin.names import ARCHITECTURES, ATTENTION_BACKEND
 
 RETURN_ROUTES = "--enable-return-routed-experts"
-# environment variables that only the run needs: its import path, and its rank among processes
+# environment variables that a server must not inherit: the run's import path, and its rank among processes
 DROPPED = {"PYTHONPATH", "MASTER_ADDR", "MASTER_PORT"} | {
     level + name for level in ("", "LOCAL_", "GROUP_", "ROLE_") for name in ("RANK", "WORLD_SIZE", "NAME")
 }

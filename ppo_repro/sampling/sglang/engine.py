@@ -44,7 +44,7 @@ from ppo_repro.sampling.sglang.plugin.names import ARCHITECTURES, ATTENTION_BACK
 from ppo_repro.sampling.sglang.server import Server, Waiting, death, end, free_port, start, wait_until_ready
 
 NOTES = "servers.json"
-# the recorded settings of a server: all that can change a number or explain a speed
+# the settings of a server that a run records, because they can change a number or explain a speed
 RECORDED = (
     *("version", "launch_command", "attention_backend", "sampling_backend", "dtype", "kv_cache_dtype", "quantization"),
     *("enable_deterministic_inference", "rl_on_policy_target", "device", "tp_size", "context_length", "page_size"),
@@ -116,7 +116,7 @@ class SGLangEngine:
     """
 
     def __init__(self, config: RunConfig, policy: PreTrainedModel, stop_ids: frozenset[int], folder: Path) -> None:
-        """Prepare an engine whose servers are not started yet; `folder` is for logs, notes and weights."""
+        """Prepare an engine whose servers are not started yet. `folder` is for logs, notes and weights."""
         settings = config.rollout.engine
         assert isinstance(settings, SGLangServers)
         self.settings, self.policy, self.stop_ids, self.folder = settings, policy, stop_ids, folder
@@ -129,7 +129,7 @@ class SGLangEngine:
 
     @contextmanager
     def running(self, waiting: Waiting) -> Iterator[Self]:
-        """Start the servers, which end with the block; `waiting` is called while a server starts."""
+        """Start the servers, which end with the block. `waiting` is called while a server starts."""
         self.folder.mkdir(parents=True, exist_ok=True)
         # a short prefix, because the path of a socket is limited to 107 characters
         with tempfile.TemporaryDirectory(prefix="ppo-sglang-", ignore_cleanup_errors=True) as temporary:
@@ -224,7 +224,7 @@ class SGLangEngine:
             return
         self._server_digests[server.url] = ""
         self._write(digest)
-        # the folder must have the same path for the server
+        # a server on another machine must see the folder at the same path
         body = {"model_path": str(self.model_folder), "weight_version": digest, "flush_cache": True}
         ask(server.url, "/update_weights_from_disk", self.settings.timeout_s, body)
         confirm(server.url, digest, self._is_deterministic, self.settings.timeout_s)

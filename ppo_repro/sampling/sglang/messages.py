@@ -29,7 +29,7 @@ from ppo_repro.user.file import RefusedError
 
 @dataclass(frozen=True)
 class RoutedLayers:
-    """Shape of a model's routes; SGLang returns experts for every layer, zeros for a dense layer."""
+    """Shape of a model's routes. SGLang returns experts for every layer, zeros for a dense layer."""
 
     layers: int
     mixtures: tuple[int, ...]  # the layers with a router
@@ -150,7 +150,7 @@ def _response(item: dict[str, Any], meta: dict[str, Any], wanted: EngineSampling
     if kind not in ("stop", "length"):
         raise ValueError(f"ended a response with finish_reason {shown_value(ended)}; must be stop or length")
     if tokens and tokens[-1] in wanted.end_ids:
-        kind = "stop"  # SGLang says `length` at a limit
+        kind = "stop"  # an end token at the limit, where SGLang says `length`
     try:
         tokens, drawn, reason = checked_response((tokens, [row[0] for row in rows], kind), wanted)
     except RefusedError as error:

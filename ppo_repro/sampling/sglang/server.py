@@ -19,8 +19,8 @@ from ppo_repro.base.output import say
 from ppo_repro.sampling.sglang.client import Call
 
 LAST_LINES = 20  # so many lines of a dead server's log are shown
-# A system hands higher ports to every program that connects, so another one could take a higher port before the server
-# does. SGLang takes further ports up to 1,000 above its own.
+# The system gives higher ports to programs that connect, so such a program could take a port before the server does.
+# SGLang takes further ports up to 1,000 above its own.
 PORTS = range(20_000, 31_000)
 POLL_SECONDS = 0.25
 DYING_SECONDS = 5.0  # time for a process to end after its connection broke
@@ -85,7 +85,7 @@ def wait_until_ready(server: Server, timeout_s: int, waiting: Waiting) -> None:
         waited = time.monotonic() - started
         if process.poll() is not None:
             raise UserError(f"{death(server)}; it did not start")
-        if any("address already in use" in line for line in _last_lines(server)):  # SGLang does not end then
+        if any("address already in use" in line for line in _last_lines(server)):  # SGLang goes on running then
             raise UserError(f"{server.url}: another program took this port; start the run again")
         if waited > timeout_s:
             raise UserError(

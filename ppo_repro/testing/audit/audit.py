@@ -5,16 +5,17 @@
 3. Measure how far each side is from the right log-probs (`judge`). A side is right if it is about as near as float32.
 4. Search the causes of a wrong side (`search/`): each cause predicts numbers, and explains the side if the errors that
    it leaves are rounding (`measure.is_rounding`).
-5. Name the causes if at most three hypotheses explain the side equally well (`judge`). Else the cause is `unknown`, and
-   `facts` describes the errors.
-6. If the sampler's log-probs are right, judge whether the tokens were drawn from them (`draws`).
+5. Name the causes if at most three hypotheses explain the side equally well (`judged_side`). Else the cause is
+   `unknown`, and `facts` describes the errors.
+6. If the sampler's log-probs are right, for both sides' order of cuts or its own, judge whether the tokens were drawn
+   from them (`draws`).
 
 `limits` has every number that decides, `report` the sentences.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import pandas as pd
@@ -29,11 +30,11 @@ from ppo_repro.testing.audit import limits
 from ppo_repro.testing.audit.distributions import Definition, sampled_from
 from ppo_repro.testing.audit.draws import DrawCauses, Tally, absent_ends, drawn_from
 from ppo_repro.testing.audit.judge import judged
+from ppo_repro.testing.audit.judged_side import JudgedSide
 from ppo_repro.testing.audit.measure import rms
 from ppo_repro.testing.audit.reference import Reference, chunks_of, references_of
 from ppo_repro.testing.audit.sides import RecordedSide, recorded_sides
 from ppo_repro.testing.audit.stack import StackModel, StackSampling, positions, vocabulary
-from ppo_repro.testing.audit.verdict import JudgedSide
 from ppo_repro.testing.dumps import DumpedResponse
 
 TOKENS = ("row", "turn", "position", "token_id", "reference", "trainer_reference", "sampler", "trainer")
@@ -52,7 +53,7 @@ class Audit:
     sampler: JudgedSide
     trainer: JudgedSide
     tokens: pd.DataFrame
-    draws: Draws  # judged only if the sampler's log-probs are right
+    draws: Draws  # judged only if the sampler's log-probs are right, at least for its own order of cuts
     are_drawn: bool = True  # from the model's distribution
     drawn_by: str = ""  # the causes that explain other draws
 
@@ -73,8 +74,10 @@ def audit(stack: StackModel, responses: Sequence[DumpedResponse], sampling: Stac
     reference = recorded[0].reference
     _require_temperature(sampling, (sampler, trainer))
     _check_weights(sampler, trainer, recorded, reference.floor)
-    tally = tallies[drawn_from(tallies)] if sampler.is_right else Tally()
-    drawn_by = _causes_of_draws(stack.model, responses, sampling, tallies) if tally.is_wrong() else ""
+    has_own_order = sampler.state == "of its own order"
+    sampled = sampler.definition if has_own_order else drawn_from(tallies)
+    tally = tallies[sampled] if sampler.is_right or has_own_order else Tally()
+    drawn_by = _causes_of_draws(stack.model, responses, sampling, sampled, tally) if tally.is_wrong() else ""
     return Audit(
         responses=len(responses),
         floor=reference.floor,
@@ -94,14 +97,14 @@ def _causes_of_draws(
     model: PreTrainedModel,
     responses: Sequence[DumpedResponse],
     sampling: StackSampling,
-    tallies: Mapping[Definition, Tally],
+    definition: Definition,
+    tally: Tally,
 ) -> str:
-    """Return the causes that explain tokens that were not drawn from the likeliest of the distributions."""
+    """Return the causes that explain tokens that were not drawn from the distribution of a definition."""
     say("audit: tokens were not drawn from the log-probs; looks for the cause")
-    definition = drawn_from(tallies)
-    if not tallies[definition].draws().tokens:
+    if not tally.draws().tokens:
         return ""  # no drawn token is possible at all
-    causes = DrawCauses(tallies[definition], sampling.temperature)
+    causes = DrawCauses(tally, sampling.temperature)
     with float64(model):
         for _, chunk in chunks_of(model, responses, sampling, is_wide=True):
             causes.add(definition.logits(chunk), chunk.targets, chunk.counts[chunk.here])
@@ -153,7 +156,7 @@ def _require_temperature(sampling: StackSampling, sides: Iterable[JudgedSide]) -
 
 def _check_weights(sampler: JudgedSide, trainer: JudgedSide, recorded: Sequence[RecordedSide], floor: float) -> None:
     """Raise UserError if both sides agree with each other but not with the model, for no known cause."""
-    if not (sampler.verdict.is_unknown and trainer.verdict.is_unknown):
+    if not sampler.state == trainer.state == "unknown":
         return
     pairs = zip(*(side.numbers for side in recorded), strict=True)
     differences = torch.cat([(a.recorded - b.recorded)[a.usable & b.usable] for a, b in pairs])
@@ -161,7 +164,7 @@ def _check_weights(sampler: JudgedSide, trainer: JudgedSide, recorded: Sequence[
         return  # the sides share no token
     apart, nearer = rms(differences), min(sampler.distance.rms, trainer.distance.rms)
     if apart <= max(limits.RIGHT * floor, limits.AGREE * nearer):
-        known = f" ({sampler.verdict.known[0]})" if sampler.verdict.known else ""
+        known = f" ({sampler.known[0]})" if sampler.known else ""
         raise UserError(
             f"--model: sampler and trainer are {apart:.2g} nats (rms) from each other and {nearer:.2g} from this "
             f"model, and no fault explains it{known}; give the folder of the weights that the dump was made with, and "

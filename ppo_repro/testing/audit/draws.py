@@ -116,30 +116,37 @@ def absent_ends(stack: StackModel, responses: Sequence[DumpedResponse]) -> tuple
     return () if ends & there else tuple(sorted(ends))
 
 
+def _smallest_cuts(tally: Tally) -> dict[str, tuple[int, float, float]]:
+    """Return the cuts (top-k, top-p, min-p) that just leave every drawn token that is possible at all, in words."""
+    drawn = torch.cat(tally.logprobs).exp()
+    here = drawn > 0
+    top_p = float((torch.cat(tally.cumulative) - drawn)[here].max()) + 1e-12
+    top_k = int(torch.cat(tally.ranks)[here].max()) + 1
+    min_p = float(torch.cat(tally.shares)[here].min()) * (1 - 1e-9)
+    return {
+        f"top-p {math.ceil(top_p * 1000) / 1000:g}": (0, top_p, 0.0),
+        f"top-k {top_k}": (top_k, 1.0, 0.0),
+        f"min-p {min_p:.2g}": (0, 1.0, min_p),
+    }
+
+
 class DrawCauses:
-    """The likelihood of the drawn tokens under each cause of wrong draws, as far as the drawn tokens allow it."""
+    """How much likelier each cause of wrong draws makes the drawn tokens, in nats (`gains`).
+
+    A cause is as strong as the drawn tokens allow: a cut or a grammar leaves each of them.
+    """
 
     def __init__(self, tally: Tally, temperature: float) -> None:
-        """Begin with the smallest cuts that leave every drawn token that is possible at all."""
-        self.absent, self.temperature = tally.absent, temperature
-        drawn = torch.cat(tally.logprobs).exp()
-        here = drawn > 0
-        top_p = float((torch.cat(tally.cumulative) - drawn)[here].max()) + 1e-12
-        top_k = int(torch.cat(tally.ranks)[here].max()) + 1
-        min_p = float(torch.cat(tally.shares)[here].min()) * (1 - 1e-9)
-        self.cuts = {
-            f"top-p {math.ceil(top_p * 1000) / 1000:g}": (0, top_p, 0.0),
-            f"top-k {top_k}": (top_k, 1.0, 0.0),
-            f"min-p {min_p:.2g}": (0, 1.0, min_p),
-        }
-        name, gain = tally.banned()
-        self.gains = {name: gain} if name else {}
+        """Begin with the causes that the tally alone can judge; `add` tokens for the others."""
         assert tally.undrawn is not None
-        self.drawn = tally.undrawn == -math.inf
+        self.absent, self.temperature = tally.absent, temperature
+        self.cuts, self.drawn = _smallest_cuts(tally), tally.undrawn == -math.inf
         count, size = int(self.drawn.sum()), len(self.drawn)
-        self.vocabulary = f"a grammar or bans that leave {count:,} of {size:,} tokens"
+        self.grammar = f"a grammar or bans that leave {count:,} of {size:,} tokens"
         choices = math.lgamma(size + 1) - math.lgamma(count + 1) - math.lgamma(size - count + 1)  # log of their number
-        self.gains[self.vocabulary] = -choices if size - count > 1 else -math.inf  # one token is a ban
+        ban, gain = tally.banned()
+        self.gains = {ban: gain} if ban else {}
+        self.gains[self.grammar] = -choices if size - count > 1 else -math.inf  # one token is a ban
 
     def add(self, logits: Tensor, targets: Tensor, counts: Tensor) -> None:
         """Add k tokens: logits [k, V] of their distributions, ids [k], and which ones count [k]."""
@@ -149,7 +156,7 @@ class DrawCauses:
             return
         plain = target_logprobs(ids, row_logits)
         hypotheses = {name: cut(row_logits, k, p, m) for name, (k, p, m) in self.cuts.items()}
-        hypotheses[self.vocabulary] = row_logits.masked_fill(~self.drawn.to(row_logits.device), -math.inf)
+        hypotheses[self.grammar] = row_logits.masked_fill(~self.drawn.to(row_logits.device), -math.inf)
         for times in TEMPERATURES:
             hypotheses[f"temperature {times * self.temperature:.3g}"] = row_logits / times
         for name, changed in hypotheses.items():

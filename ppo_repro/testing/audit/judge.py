@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -13,19 +13,16 @@ from transformers import PreTrainedModel
 from ppo_repro.base.output import say
 from ppo_repro.testing.audit import limits
 from ppo_repro.testing.audit.causes.cause import Cause
-from ppo_repro.testing.audit.distributions import EACH_CUT_OF_ALL
 from ppo_repro.testing.audit.facts import facts, of_format
+from ppo_repro.testing.audit.judged_side import Distance, Gaps, JudgedSide
 from ppo_repro.testing.audit.measure import rms
 from ppo_repro.testing.audit.numbers import Numbers
-from ppo_repro.testing.audit.search.hypothesis import Hypotheses, Hypothesis
+from ppo_repro.testing.audit.search.hypothesis import Hypotheses
 from ppo_repro.testing.audit.search.search import causes_after_logits, causes_before_logits, search
-from ppo_repro.testing.audit.search.trial import Trial, trial_of
-from ppo_repro.testing.audit.sides import RecordedSide, largest_error
+from ppo_repro.testing.audit.search.trial import trial_of
+from ppo_repro.testing.audit.sides import RecordedSide, WrongSide, largest_error
 from ppo_repro.testing.audit.stack import StackModel
-from ppo_repro.testing.audit.verdict import Distance, JudgedSide, Verdict
 from ppo_repro.testing.dumps import impossible
-
-FILL = "record a log-prob for every token that counts, and leave padding out by the mask"
 
 
 def judged(stack: StackModel, recorded: Sequence[RecordedSide]) -> list[JudgedSide]:
@@ -42,16 +39,11 @@ def judged(stack: StackModel, recorded: Sequence[RecordedSide]) -> list[JudgedSi
         say(f"audit: {side.name} is wrong; looks for the cause")
         before_logits = before_logits or causes_before_logits(stack, side.responses)  # once for both sides
         causes = [*before_logits, *causes_after_logits(side.sampling, side.definition)]
-        trial = trial_of(stack.model, side, distance.wrong_responses, causes)
-        found.append(_wrong(distance, trial, search(trial)))
+        wrong = WrongSide(side, distance.wrong_responses)
+        found.append(_wrong(wrong, distance, search(trial_of(stack.model, wrong, causes))))
     if all(side.has_own_order for side in recorded) and all(side.is_right for side in found):
-        return [_of_its_order(side) for side in found]
+        return [replace(side, has_own_order=True) for side in found]
     return found
-
-
-def _of_its_order(side: JudgedSide) -> JudgedSide:
-    order = ", each cut of all tokens" if side.definition == EACH_CUT_OF_ALL else ""
-    return replace(side, verdict=Verdict("of its own order", f"{side.definition.words}{order}"))
 
 
 def _distance(model: PreTrainedModel, side: RecordedSide) -> Distance:
@@ -68,63 +60,40 @@ def _distance(model: PreTrainedModel, side: RecordedSide) -> Distance:
 
 
 def _right(side: RecordedSide, distance: Distance) -> JudgedSide:
-    """Return the verdict about a side whose log-probs are right; tokens without a log-prob make it wrong."""
-    gaps = _missing_or_zero(side.numbers)
-    verdict = Verdict("explained", gaps.words, gaps.advice) if gaps.count else Verdict("right")
-    return JudgedSide(side.name, side.definition, distance, gaps.count, verdict)
+    """Judge a side whose log-probs are right; tokens without a log-prob make it wrong."""
+    return JudgedSide(side.name, side.definition, distance, _missing_or_zero(side.numbers))
 
 
-def _wrong(distance: Distance, trial: Trial, found: Hypotheses) -> JudgedSide:
-    """Return the verdict about a wrong side from the hypotheses that were tried."""
-    side, best = trial.side, found.best
-    are_zeros_explained = bool(best) and best[0].explains_zeros
+def _wrong(wrong: WrongSide, distance: Distance, found: Hypotheses) -> JudgedSide:
+    """Judge a wrong side from the hypotheses that were tried."""
+    side = wrong.recorded
+    are_zeros_explained = bool(found.best) and found.best[0].explains_zeros
     gaps = _missing(side.numbers) if are_zeros_explained else _missing_or_zero(side.numbers)
     return JudgedSide(
         name=side.name,
         definition=side.definition,
         distance=distance,
-        empty=gaps.count,
-        verdict=_explained(best, trial, gaps) if 0 < len(best) <= limits.NAMED else _unknown(trial, gaps),
-        best=tuple(best),
-        tried=tuple(found.shown()),
-        temperature=found.temperature(trial.tolerance),
+        gaps=gaps,
+        hypotheses=found,
+        known=tuple(_beside_a_cause(wrong) if found.named else _without_a_cause(wrong, gaps)),
+        temperature=found.temperature(wrong.tolerance),
     )
 
 
-def _explained(best: Sequence[Hypothesis], trial: Trial, gaps: Gaps) -> Verdict:
-    """Return the verdict that names the hypotheses which explain a side."""
-    return Verdict(
-        state="explained",
-        cause=" and ".join(filter(None, (gaps.words, " or ".join(t.words for t in best)))),
-        advice="; ".join(filter(None, (gaps.advice, best[0].advice))),
-        left=best[0].left,
-        known=tuple(of_format(trial.stored)) if trial.stored.mantissa else (),  # decimals are of no computation
-    )
+def _beside_a_cause(wrong: WrongSide) -> list[str]:
+    """Return the format of the numbers that a computation may have; no computation rounds to decimals."""
+    return of_format(wrong.stored) if wrong.stored.mantissa else []
 
 
-def _unknown(trial: Trial, gaps: Gaps) -> Verdict:
-    """Return the verdict that describes the numbers of a side, and their errors."""
-    side = trial.side
+def _without_a_cause(wrong: WrongSide, gaps: Gaps) -> list[str]:
+    """Describe the numbers of a side, and their errors."""
+    side = wrong.recorded
     why = gaps.words or impossible(_counted(side.numbers).float().numpy())
-    found = facts(side.responses, side.numbers, trial.tolerance)
-    known = *filter(None, [why]), *of_format(trial.stored), *found
-    return Verdict("unknown", "unknown", gaps.advice, known=known)
+    found = facts(side.responses, side.numbers, wrong.tolerance)
+    return [*filter(None, [why]), *of_format(wrong.stored), *found]
 
 
 # tokens without a log-prob
-
-
-@dataclass(frozen=True)
-class Gaps:
-    """Tokens that count and have no log-prob."""
-
-    count: int
-    words: str  # "" if there are none
-
-    @property
-    def advice(self) -> str:
-        """Return what to do about the tokens."""
-        return FILL if self.count else ""
 
 
 def _missing(numbers: Sequence[Numbers]) -> Gaps:

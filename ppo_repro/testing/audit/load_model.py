@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -16,10 +15,14 @@ from ppo_repro.base.output import say, shown
 from ppo_repro.models.folder_files import NOT_WEIGHTS, check_size, check_weights, has_tokenizer
 from ppo_repro.models.reading import reading
 from ppo_repro.models.stock import float64
+from ppo_repro.testing.audit.causes.fields import FieldChange, with_fields
+from ppo_repro.testing.audit.causes.names import WINDOW
 from ppo_repro.testing.audit.ignored_options import not_computed
+from ppo_repro.testing.audit.patches import copied
 from ppo_repro.testing.audit.stack import positions, vocabulary
 
-PROBE = 2, 16  # tokens on which two implementations of attention are compared; more than a window only of small models
+PROBE = 2, 16  # tokens on which two implementations of attention are compared
+PROBE_WINDOW = 5  # tokens of a sliding window in this comparison: the model's own is longer than the probe
 SAME = 1e-12  # of the largest logit, in float64: another order of sums
 FROM_DISK = {"local_files_only": True, "trust_remote_code": False}
 
@@ -88,22 +91,29 @@ def _check_computed(model: PreTrainedModel, where: str) -> None:
 @torch.no_grad()
 def _take_fused_attention(model: PreTrainedModel) -> None:
     """Switch to torch's fused attention, which needs less memory, if its results agree with the model's attention."""
-    size, stock = vocabulary(model), cast(Any, model)
+    size, tried = vocabulary(model), cast(Any, _with_short_windows(model))
     lengths = {int(min(length, positions(model))) for length in PROBE}
 
     def probed() -> list[Tensor]:
-        return [stock(torch.arange(length)[None] % size, use_cache=False).logits for length in lengths]
+        return [tried(torch.arange(length)[None] % size, use_cache=False).logits for length in lengths]
 
-    with float64(model):
+    with float64(tried):
         eager = probed()
         try:
-            model.set_attn_implementation("sdpa")
+            tried.set_attn_implementation("sdpa")
             pairs = zip(probed(), eager, strict=True)
             is_same = all(torch.allclose(x, y, rtol=0.0, atol=SAME * float(y.abs().max())) for x, y in pairs)
         except (ValueError, RuntimeError, TypeError):  # a class may have no other than its own
             is_same = False
-    if not is_same:
-        model.set_attn_implementation("eager")
+    if is_same:
+        model.set_attn_implementation("sdpa")
+
+
+def _with_short_windows(model: PreTrainedModel) -> PreTrainedModel:
+    """Return the model with windows shorter than the longest probe; chunks of attention (Llama 4) stay longer."""
+    fields = model.config.get_text_config().to_dict().items()
+    windows = [(field, value) for field, value in fields if WINDOW.recognise(field) and type(value) is int]
+    return with_fields(model, [FieldChange((field,), value, min(value, PROBE_WINDOW)) for field, value in windows])
 
 
 def last_matrices(model: PreTrainedModel, others: Mapping[str, PreTrainedModel]) -> dict[str, PreTrainedModel]:
@@ -112,7 +122,7 @@ def last_matrices(model: PreTrainedModel, others: Mapping[str, PreTrainedModel])
     for name, other in others.items():
         head = other.get_output_embeddings()
         if last is not None and head is not None and head.weight.shape == last.weight.shape:
-            found[name] = copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
+            found[name] = copied(model)
             found[name].set_output_embeddings(head)
     return found
 

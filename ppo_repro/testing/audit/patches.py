@@ -10,7 +10,7 @@
 | `override` | a method of one object | the object ends |
 | `patched` | an attribute of any object | the block ends |
 
-A copy shares all weights with the model but the changed ones, so nobody may write to the weights of a copy.
+A copy (`copied`) shares all weights with the model but the changed ones, so nobody may write to the weights of a copy.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from __future__ import annotations
 import copy
 import functools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -38,30 +38,36 @@ def weights(model: PreTrainedModel) -> dict[str, Tensor]:
     return dict(model.state_dict(keep_vars=True))
 
 
+def copied(model: PreTrainedModel, instead: Iterable[tuple[Tensor, Tensor]] = ()) -> PreTrainedModel:
+    """Copy the modules of a model, but not its parameters; of a pair (own, other) the copy has the other tensor.
+
+    deepcopy takes an object that its memo already has, by id, for the copy of that object.
+    """
+    memo: dict[int, Any] = {id(parameter): parameter for parameter in model.parameters()}
+    memo |= {id(own): other for own, other in instead}
+    return copy.deepcopy(model, memo)
+
+
 def with_weights(model: PreTrainedModel, change: Callable[[str, Tensor], Tensor | None]) -> PreTrainedModel:
     """Copy the model with change(name, weight) as weights; a weight for which that is None is shared."""
-    memo: dict[int, Any] = {id(parameter): parameter for parameter in model.parameters()}
-    for name, x in weights(model).items():
-        other = change(name, x.detach())
-        if other is not None:
-            memo[id(x)] = Parameter(other, False) if isinstance(x, Parameter) else other
-    return copy.deepcopy(model, memo)
+    changed = ((x, change(name, x.detach())) for name, x in weights(model).items())
+    return copied(model, [(x, _of_kind(x, other)) for x, other in changed if other is not None])
 
 
 def with_parameters_in(model: PreTrainedModel, narrow: torch.dtype, last: torch.dtype) -> PreTrainedModel:
     """Copy the model with parameters rounded to a format of 16 bits, in the dtype `last`."""
     # parameters only: from_pretrained leaves rotary frequencies in float32
-    memo: dict[int, Any] = {id(p): Parameter(p.detach().to(narrow).to(last), False) for p in model.parameters()}
-    return copy.deepcopy(model, memo)
+    return copied(model, [(p, _of_kind(p, p.detach().to(narrow).to(last))) for p in model.parameters()])
 
 
-def _copied(model: PreTrainedModel) -> PreTrainedModel:
-    return with_weights(model, lambda name, x: None)
+def _of_kind(own: Tensor, other: Tensor) -> Tensor:
+    """Return `other` as a parameter without gradient if `own` is a parameter, else a buffer, as it is."""
+    return Parameter(other, False) if isinstance(own, Parameter) else other
 
 
 def with_modules(model: PreTrainedModel, names: Sequence[str], make: Callable[[], Module]) -> PreTrainedModel:
     """Copy the model with a module of `make` in place of each named module."""
-    found = _copied(model)
+    found = copied(model)
     for name in names:
         found.set_submodule(name, make())
     return found
@@ -69,7 +75,7 @@ def with_modules(model: PreTrainedModel, names: Sequence[str], make: Callable[[]
 
 def with_attributes(model: PreTrainedModel, names: Sequence[str], change: Callable[[Any], Any]) -> PreTrainedModel:
     """Copy the model with change(value) as attributes of modules; a name is `path.of.module.attribute`."""
-    found = _copied(model)
+    found = copied(model)
     for name in names:
         path, _, key = name.rpartition(".")
         module = found.get_submodule(path)
@@ -84,7 +90,7 @@ def with_forward(model: PreTrainedModel, names: Sequence[str], forward: Callable
     In float64 a new object of the same class replaces some modules. So the new forward belongs to a class: the forward
     of an object would be lost.
     """
-    found = _copied(model)
+    found = copied(model)
     for name in names:
         module = found.get_submodule(name)
         override(module, "forward", _around(type(module).forward, forward))
@@ -100,7 +106,7 @@ def _around(own: Callable[..., Any], forward: Callable[..., Any]) -> Callable[..
 
 def with_function(model: PreTrainedModel, name: str, change: Callable[[Any], Any]) -> PreTrainedModel:
     """Copy the model with change(function) in place of a function that the model's code calls by name."""
-    found = _copied(model)
+    found = copied(model)
     code: Any = sys.modules[type(found).__module__]
     other, forward = change(getattr(code, name)), found.forward
     found.config._attn_implementation = "eager"  # torch's fused attention repeats heads by itself

@@ -6,13 +6,13 @@ from typing import Any
 
 from ppo_repro.testing.audit.audit import Audit
 from ppo_repro.testing.audit.distributions import TEMPERED
+from ppo_repro.testing.audit.judged_side import JudgedSide
 from ppo_repro.testing.audit.search.hypothesis import Hypothesis
-from ppo_repro.testing.audit.verdict import JudgedSide
 
 
 def verdict(found: Audit) -> str:
     """Return the words that say which side is wrong, or that both are, or that none is."""
-    if found.sampler.verdict.is_of_own_order:
+    if found.sampler.state == "of its own order":
         return "the sides are processed in different orders of the cuts; take one order on both"
     wrong = [side.name for side in (found.sampler, found.trainer) if not side.is_right]
     if not wrong and not found.are_drawn:
@@ -34,11 +34,15 @@ def lines(found: Audit, skipped: int = 0, is_limited: bool = False) -> list[str]
         f"{len(found.tokens):,} tokens of {first}{found.responses:,} responses{left_out}; stock float32 is "
         f"{found.floor:.2g} nats (rms) from the model in float64",
         *(_sentence(side, found.responses) for side in sides),
-        *(f"{side.name}: {t.left:.2g} nats (rms) are left by: {t.words}" for side in sides for t in side.tried),
-        *(f"{side.name}: {advice}" for side in sides if (advice := side.verdict.advice)),
+        *(line for side in sides for line in _tried(side)),
+        *(f"{side.name}: {advice}" for side in sides if (advice := side.advice)),
         *_drawn(found),
         f"verdict: {verdict(found)}",
     ]
+
+
+def _tried(side: JudgedSide) -> list[str]:
+    return [f"{side.name}: {t.left:.2g} nats (rms) are left by: {t.words}" for t in side.hypotheses.shown()]
 
 
 def _drawn(found: Audit) -> list[str]:
@@ -69,22 +73,21 @@ def as_fields(found: Audit, skipped: int = 0) -> dict[str, Any]:
 
 def side_fields(side: JudgedSide) -> dict[str, Any]:
     """Return the verdict about a side as fields of JSON."""
-    said = side.verdict
     return {
         "name": side.name,
         "definition": side.definition.words,
         "tokens": side.distance.tokens,
-        "empty": side.empty,
+        "empty": side.gaps.count,
         "rms": side.distance.rms,
         "largest": side.distance.largest,
         "wrong_responses": len(side.distance.wrong_responses),
         "is_right": side.is_right,
-        "state": said.state,
-        "cause": said.cause,
-        "advice": said.advice,
-        "left": side.distance.rms if said.left is None else said.left,
-        "known": said.known,
-        "tried": [_hypothesis_fields(t, t in side.best) for t in side.tried],
+        "state": side.state,
+        "cause": side.cause,
+        "advice": side.advice,
+        "left": side.distance.rms if side.left is None else side.left,
+        "known": side.known,
+        "tried": [_hypothesis_fields(t, t in side.hypotheses.best) for t in side.hypotheses.shown()],
         "temperature": side.temperature,
     }
 
@@ -115,13 +118,13 @@ def _draw_fields(found: Audit) -> dict[str, Any]:
 
 
 def _sentence(side: JudgedSide, responses: int) -> str:
-    distance, said = side.distance, side.verdict
+    distance = side.distance
     found = f"{distance.rms:.2g} nats (rms) from the model in float64"
-    if said.is_of_own_order:
-        return f"{side.name} is {said.cause}; {found}"
+    if side.state == "of its own order":
+        return f"{side.name} is {side.cause}; {found}"
     wrong = len(distance.wrong_responses)
-    is_said = said.is_unknown or not 0 < wrong < responses  # the known facts say in which responses
+    is_said = side.state == "unknown" or not 0 < wrong < responses  # the known facts say in which responses
     where = "" if is_said else f", in {wrong} of {responses} responses"
     definition = "" if side.definition == TEMPERED else f" (log-probs judged as {side.definition.words})"
     parts = [f"{found}{where}{definition}"] if distance.tokens else []
-    return f"{side.name} is {'right' if side.is_right else 'wrong'}: {'; '.join([*parts, *said.reasons])}"
+    return f"{side.name} is {'right' if side.is_right else 'wrong'}: {'; '.join([*parts, *side.reasons])}"

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from ppo_repro.testing.audit import limits
 from ppo_repro.testing.audit.distributions import RAW, TEMPERED, Definition
-from ppo_repro.testing.audit.measure import rms
+from ppo_repro.testing.audit.measure import Stored, rms, stored_as
 from ppo_repro.testing.audit.numbers import Numbers, numbers_of
 from ppo_repro.testing.audit.reference import Reference, logprobs_by
 from ppo_repro.testing.audit.stack import StackSampling
@@ -51,6 +51,37 @@ class RecordedSide:
         return rms(torch.cat(self.errors))
 
 
+@dataclass(frozen=True)
+class WrongSide:
+    """Side with a wrong log-prob in some responses, and the errors that are rounding in its numbers."""
+
+    recorded: RecordedSide
+    wrong_responses: Sequence[int]  # their indices
+
+    @cached_property
+    def _usable(self) -> tuple[Tensor, Tensor]:
+        """Return the recorded and the right numbers of these responses."""
+        wrong = [self.recorded.numbers[i] for i in self.wrong_responses]
+        recorded = torch.cat([numbers.recorded[numbers.usable] for numbers in wrong])
+        return recorded, torch.cat([numbers.reference[numbers.usable] for numbers in wrong])
+
+    @cached_property
+    def stored(self) -> Stored:
+        """Return the format of the numbers."""
+        return stored_as(self._usable[0])
+
+    @cached_property
+    def scale(self) -> float:
+        """Return how many times as large as log-probs the numbers are, as sums are; they round as much more."""
+        recorded, right = self._usable
+        return max(1.0, rms(recorded) / max(rms(right), 1e-9))
+
+    @cached_property
+    def tolerance(self) -> float:
+        """Return the rms of rounding, nats."""
+        return limits.RIGHT * self.recorded.reference.floor * self.scale + limits.RECORDED * rms(self._usable[0])
+
+
 def largest_error(model: PreTrainedModel, side: RecordedSide, some: Sequence[int]) -> float:
     """Return the largest distance (nats) of stock float32 over the first responses and `some` responses."""
     responses, reference, definition = side.responses, side.reference, side.definition
@@ -85,23 +116,25 @@ def _definitions(sides: Mapping[str, ByDefinition], sampling: StackSampling) -> 
     """
     asked = {"sampler": sampling.sampler_logprobs, "trainer": sampling.trainer_logprobs}
     free = [sides[name] for name, said in asked.items() if said == "auto"]
-    tolerance = limits.RIGHT * max(side.reference.floor for side in sides["sampler"].values())
-
-    def nearest(definitions: Iterable[Definition], to: Sequence[ByDefinition]) -> Definition:
-        def distance(definition: Definition) -> float:
-            apart = limits.UNLIKE_TEMPERED if definition != TEMPERED else 0.0
-            apart += limits.DROPS_A_TOKEN if to[0][definition].reference.dropped else 0.0
-            return sum([math.log(side[definition].rms + tolerance) for side in to], apart)
-
-        return min(definitions, key=distance)
-
     found = {}
     for name, said in asked.items():
         if said == "auto":
-            found[name] = nearest((definition for definition in sides[name] if definition != RAW), free)
+            found[name] = _nearest((definition for definition in sides[name] if definition != RAW), free)
         else:
-            found[name] = nearest((d for d in sides[name] if d.kind == said), [sides[name]])
+            found[name] = _nearest((d for d in sides[name] if d.kind == said), [sides[name]])
     return found
+
+
+def _nearest(definitions: Iterable[Definition], sides: Sequence[ByDefinition]) -> Definition:
+    """Return the definition with the smallest errors of these sides, in logarithms; `tempered` is preferred."""
+    tolerance = limits.RIGHT * max(side.reference.floor for side in sides[0].values())
+
+    def size(definition: Definition) -> float:
+        handicap = limits.UNLIKE_TEMPERED if definition != TEMPERED else 0.0
+        handicap += limits.DROPS_A_TOKEN if sides[0][definition].reference.dropped else 0.0
+        return sum([math.log(side[definition].rms + tolerance) for side in sides], handicap)
+
+    return min(definitions, key=size)
 
 
 def _different_orders(sides: Mapping[str, ByDefinition], sampling: StackSampling) -> dict[str, Definition]:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ppo_repro.testing.audit.judged_side import JudgedSide
 from ppo_repro.testing.audit.report import side_fields
-from ppo_repro.testing.audit.verdict import JudgedSide
 from ppo_repro.testing.dumps import DumpedResponse
 from tests.support.models import qwen3_config, seeded, small_model
 

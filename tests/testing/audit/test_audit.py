@@ -39,8 +39,8 @@ from ppo_repro.testing.audit.report import lines
 from ppo_repro.testing.audit.search import other_bits, search
 from ppo_repro.testing.audit.search.combination import Combination, together
 from ppo_repro.testing.audit.search.hypothesis import Hypotheses, Hypothesis, hypotheses_of
-from ppo_repro.testing.audit.search.trial import Candidate, Trial, trial_of
-from ppo_repro.testing.audit.sides import RecordedSide
+from ppo_repro.testing.audit.search.trial import Trial, trial_of
+from ppo_repro.testing.audit.sides import RecordedSide, WrongSide
 from ppo_repro.testing.audit.stack import StackModel, StackSampling
 from ppo_repro.testing.diagnosis import ROWS
 from tests.support.models import VOCAB, qwen3_config, seeded, small_model
@@ -113,18 +113,19 @@ def test_the_cause_is_named_or_unknown_and_never_another(made: Material, stack: 
     assert not wrong.is_right
     # where token id 2 is unlikely, its ban is smaller than rounding
     assert re.sub(r"at \d+ of", "at some of", cause_of(wrong)).startswith(cause), cause_of(wrong)
-    assert wrong.verdict.state in ("explained", "unknown")
-    assert (KNOWN | OF_OUTSIDER).get(name, "") in "; ".join(wrong.verdict.known)
-    if wrong.verdict.state == "explained" and wrong.verdict.left is not None:
-        assert wrong.verdict.left <= 0.5 * wrong.distance.rms
-        assert wrong.verdict.left == wrong.best[0].left < 1e-4 or "float16" in wrong.verdict.cause
-        assert wrong.tried[0] is wrong.best[0]
-        assert wrong.verdict.advice
-        assert all(a.left <= b.left for a, b in pairwise(wrong.tried) if (a in wrong.best) == (b in wrong.best))
-    assert len({t.words for t in wrong.tried}) == len(wrong.tried)
+    assert wrong.state in ("explained", "unknown")
+    assert (KNOWN | OF_OUTSIDER).get(name, "") in "; ".join(wrong.known)
+    best, tried = wrong.hypotheses.best, wrong.hypotheses.shown()
+    if wrong.state == "explained" and wrong.left is not None:
+        assert wrong.left <= 0.5 * wrong.distance.rms
+        assert wrong.left == best[0].left < 1e-4 or "float16" in wrong.cause
+        assert tried[0] is best[0]
+        assert wrong.advice
+        assert all(a.left <= b.left for a, b in pairwise(tried) if (a in best) == (b in best))
+    assert len({t.words for t in tried}) == len(tried)
     printed = lines(found)
     assert [line.partition(" are left by: ")[2] for line in printed if " are left by: " in line] == [
-        t.words for t in wrong.tried
+        t.words for t in tried
     ]
     assert printed[-1] == f"verdict: the {wrong.name} is wrong"
 
@@ -228,11 +229,10 @@ def test_causes_not_words_tell_hypotheses_apart() -> None:
     at_1, twice, multiplied, at_x = DISTRIBUTIONS[:4]
 
     def of(cause: Cause, x: float | None, left: float, explains: bool = True) -> Hypothesis:
-        candidate = Candidate(replace(together(cause), value=x), torch.tensor([left]))
-        return Hypothesis(candidate, explains, "these words")
+        return Hypothesis(replace(together(cause), value=x), torch.tensor([left]), explains, "these words")
 
     def combinations(found: Sequence[Hypothesis]) -> list[Combination]:
-        return [t.candidate.combination for t in found]
+        return [t.combination for t in found]
 
     tried = [of(twice, None, 2e-7), of(multiplied, None, 1e-7), of(twice, None, 3e-7), of(at_1, None, 5e-7)]
     found = hypotheses_of([*tried, of(at_x, 0.9999, 4e-7), of(at_x, 0.9, 6e-7)])
@@ -249,7 +249,7 @@ def wrong_sampler(made: Material, causes: Sequence[Cause]) -> Trial:
     responses = made.dump(made.logprobs(temperature=0.7), made.logprobs())
     right = [torch.tensor(r.trainer).double() for r in responses]
     recorded = RecordedSide("sampler", responses, StackSampling(TEMPERATURE), TEMPERED, Reference(right, 1e-7, 0.0, 0))
-    return trial_of(made.model, recorded, range(len(responses)), causes)
+    return trial_of(made.model, WrongSide(recorded, range(len(responses))), causes)
 
 
 @pytest.mark.parametrize(("least", "low", "high"), [(0.1, 0.6999, 0.7001), (0.9, 0.9, 1.0), (2.0, math.nan, math.nan)])
@@ -323,7 +323,7 @@ def test_zeros_and_missing_entries_are_counted_and_judge_nothing_else(made: Mate
     good = made.logprobs()
     bad = [torch.cat([torch.tensor([0.0, math.nan]), v[2:]]) for v in good]
     found = judged(made, stack, bad, good)
-    assert found.sampler.empty == 16
+    assert found.sampler.gaps.count == 16
     assert not found.sampler.is_right
     assert found.sampler.distance.rms < 2e-6
     assert cause_of(found.sampler) == "16 of 109 tokens have no log-prob or a 0"
@@ -340,7 +340,7 @@ def test_zeros_that_no_cause_was_tried_on_are_not_explained(
     for values in bad[5:]:
         values[-1] = 0.0
     found = judged(made, stack, bad, made.logprobs()).sampler
-    assert found.empty == 3
+    assert found.gaps.count == 3
     assert cause_of(found) == f"3 of 109 tokens have no log-prob or a 0 and {NO_T}"
 
 
@@ -429,7 +429,7 @@ def test_rounding_across_the_end_of_a_cut_is_rounding(made: Material) -> None:
     right, mask = in_order(made, sampling, ("top-k",), TEMPERATURE)
     responses, reference = made.dump(made.logprobs(), right, mask), Reference(right, 1e-7, 0.0, 0)
     recorded = RecordedSide("sampler", responses, sampling, EACH_CUT_OF_ALL, reference)
-    trial = trial_of(made.model, recorded, range(len(right)), [*of_models(made.model, {})])
+    trial = trial_of(made.model, WrongSide(recorded, range(len(right))), [*of_models(made.model, {})])
     narrow = next(cause for cause in trial.causes if cause.words == "computed in bfloat16")
     chunks = trial.chunks(together(narrow), trial.many)
     cut = torch.cat([target_logprobs(x.chunk.targets, EACH_CUT_OF_ALL.logits(x.chunk))[x.usable] for x in chunks])
@@ -465,6 +465,26 @@ def test_sides_with_different_orders_of_cuts_are_of_different_distributions(
     assert lines(found)[-1].startswith("verdict: the sides are processed in different orders of the cuts")
 
 
+@pytest.mark.parametrize(("temperature", "line"), [(0.8, "draws: right: "), (0.3, "draws: explained by temperature ")])
+def test_draws_are_judged_by_the_samplers_own_order_of_cuts(
+    prompts: Material, stack: StackModel, temperature: float, line: str
+) -> None:
+    sampling, names = StackSampling(0.8, 0.8, 6), (", top-p of what top-k leaves (Transformers, vLLM)", "")
+    of_sampler, of_trainer = (next(d for d in sampled_from(sampling) if d.order == name) for name in names)
+    generator = seeded(3)
+
+    def draw(logits: Tensor) -> int:
+        target, counts = torch.zeros(1, dtype=torch.int64), torch.ones(1, dtype=torch.bool)
+        kept = of_sampler.logits(Chunk(logits[None].double(), target, (), (), sampling, counts))
+        return int(torch.multinomial((kept * 0.8 / temperature).softmax(-1)[0], 1, generator=generator))
+
+    made = sampled_by(prompts, draw)
+    sides = (in_order(made, sampling, ORDERS[d.order][0], 0.8) for d in (of_sampler, of_trainer))
+    found = audit(stack, made.dump(*(values for values, _ in sides)), sampling)
+    assert found.sampler.state == found.trainer.state == "of its own order"
+    assert any(said.startswith(line) for said in lines(found)), lines(found)
+
+
 @pytest.mark.slow
 def test_each_side_is_judged_by_the_distribution_that_it_is_said_to_have(made: Material, stack: StackModel) -> None:
     raw, tempered, of_8 = made.logprobs(temperature=1.0), made.logprobs(), kept(top_k(8))(made)
@@ -487,8 +507,8 @@ def test_sides_that_share_no_token_are_judged_one_by_one(made: Material, stack: 
         [v.masked_fill(half == k, math.nan) for v, half in zip(bad, halves, strict=True)] for k in (0, 1)
     )
     found = judged(made, stack, sampler, trainer)
-    assert found.sampler.verdict.state == "unknown"
-    assert found.trainer.verdict.state == "unknown"
+    assert found.sampler.state == "unknown"
+    assert found.trainer.state == "unknown"
 
 
 def test_an_end_token_that_the_model_does_not_have_is_in_no_distribution(made: Material) -> None:
@@ -600,7 +620,7 @@ def test_a_model_that_overflows_in_float16_gets_no_verdict_from_its_rounding(nam
     found = judged(overflowing, StackModel(model, {}), bad, overflowing.logprobs())
     assert found.trainer.is_right
     assert cause_of(found.sampler) == cause
-    assert all(math.isfinite(t.left) for t in found.sampler.tried)
+    assert all(math.isfinite(t.left) for t in found.sampler.hypotheses.shown())
 
 
 # experts
@@ -644,9 +664,9 @@ def test_an_architecture_that_the_kernels_do_not_know(family: str) -> None:
 
 
 def test_the_numbers_as_they_are_stay_on_a_long_list() -> None:
-    close = Candidate(Combination(), torch.full((9,), 0.1))
-    near = [Hypothesis(close, False, str(i), "of other tokens") for i in range(9)]
-    plain = Hypothesis(Candidate(Combination(), torch.ones(9)), False, "as it is")
+    small = torch.full((9,), 0.1)
+    near = [Hypothesis(Combination(), small, False, str(i), "of other tokens") for i in range(9)]
+    plain = Hypothesis(Combination(), torch.ones(9), False, "as it is")
     shown = Hypotheses([], [*near, plain]).shown()
     assert (len(shown), shown[-1]) == (limits.SHOWN, plain)
     assert plain.advice == "", "float32 numbers are not told to be recorded in float32"

@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from ppo_repro.tasks.tokenizer import train_bpe
 from ppo_repro.testing.advice import ADVICE
 from ppo_repro.testing.audit.audit import audit
+from ppo_repro.testing.audit.causes.chat_templates import CHANGES
 from ppo_repro.testing.audit.causes.inputs import of_inputs
 from ppo_repro.testing.audit.stack import StackModel, StackSampling
 from tests.support.models import qwen3_config, small_model
@@ -61,6 +62,10 @@ def fed(of: PreTrainedTokenizerBase, text: str) -> dict[str, str]:
     return {c.words: of.decode(list(c.passes[0][0].ids)) for c in causes if c.words in FAULTS}
 
 
+def test_every_change_has_a_planted_fault() -> None:
+    assert [row.words for row in CHANGES] == list(FAULTS)
+
+
 @pytest.mark.parametrize("words", FAULTS)
 def test_a_change_of_the_template_is_fed_to_the_model(words: str) -> None:
     right, wrong = FAULTS[words]
@@ -105,5 +110,5 @@ def test_a_prompt_that_was_encoded_again_is_named() -> None:
     stack = StackModel(model, {}, BOS_ID, tokenizer=of)
     found = audit(stack, dump.dump(bad, dump.logprobs()), StackSampling(TEMPERATURE))
     assert cause_of(found.sampler) == "ids that were decoded and encoded again"
-    assert found.sampler.verdict.state == "explained"
-    assert found.sampler.verdict.advice == ADVICE["retokenization"].mend
+    assert found.sampler.state == "explained"
+    assert found.sampler.advice == ADVICE["retokenization"].mend

@@ -56,6 +56,30 @@ def same(a: Sequence[DumpedResponse], b: Sequence[DumpedResponse]) -> bool:
     return [(r.prompt_ids, counted(r)) for r in a] == [(r.prompt_ids, counted(r)) for r in b]
 
 
+EMPTY = {  # columns of the response, of which an empty one has no entry
+    "ppo_repro": ("response_ids", "rollout_logprobs", "old_logprobs", "mask"),
+    "slime": ("rollout_log_probs", "log_probs", "loss_masks"),
+}
+
+
+@pytest.mark.parametrize("form", EMPTY)
+def test_an_empty_response_or_shard_before_the_others_changes_no_response(form: str, tmp_path: Path) -> None:
+    row = ROWS[form]
+    prompt = {"tokens": row["tokens"][:2], "response_lengths": 0} if form == "slime" else {}
+    rows = [row | prompt | {name: [] for name in EMPTY[form]}, row]
+    columns = {name: [r[name] for r in rows] for name in row}
+    tensors = [{name: torch.tensor(value) for name, value in r.items()} for r in rows]
+    saved = (rows, tensors, columns, [columns], [{name: [] for name in row}, columns])
+    paths = [write(tmp_path / f"dump{suffix}", rows) for suffix in (".jsonl", ".parquet")]
+    for number, what in enumerate(saved):
+        torch.save(what, path := tmp_path / f"{number}.pt")
+        paths.append(path)
+    for path in paths:
+        empty, other = read(path, None)
+        assert (empty.row, empty.prompt_ids, len(empty.counts)) == (1, (5, 6), 0), path.name
+        assert (other.row, counted(other)) == (2, [(7, -0.5, -0.5), (9, -2.0, -2.0)]), path.name
+
+
 def test_every_format_has_a_row_here() -> None:
     assert set(ROWS) == set(FORMATS)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import PreTrainedModel, Qwen2MoeConfig, Qwen2MoeForCausalLM
+from transformers import AttentionMaskInterface, MistralConfig, PreTrainedModel, Qwen2MoeConfig, Qwen2MoeForCausalLM
 
 from ppo_repro.base.errors import UserError
 from ppo_repro.models.folder_files import check_folder
@@ -92,6 +92,21 @@ def test_fused_attention_is_taken_only_if_it_gives_the_numbers_of_the_familys_ow
 ) -> None:
     folder = saved(made(family).model, tmp_path / "model")
     assert load_model("--model", folder, "cpu").config._attn_implementation == chosen
+
+
+def test_fused_attention_without_the_window_of_a_real_model_is_not_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = small_model(MistralConfig(**SHAPE | {"max_position_embeddings": 8192, "sliding_window": 4096}), 0)
+    folder = saved(model, tmp_path / "model")
+    assert load_model("--model", folder, "cpu").config._attn_implementation == "sdpa"
+
+    def causal(*args: object, **kwargs: object) -> None:
+        """No mask: fused attention is causal by itself, and sees all tokens before."""
+
+    monkeypatch.setitem(AttentionMaskInterface._global_mapping, "sdpa", causal)
+    loaded = load_model("--model", folder, "cpu")
+    assert (loaded.config._attn_implementation, loaded.config.sliding_window) == ("eager", 4096)
 
 
 def test_a_model_of_few_positions_loads(tmp_path: Path) -> None:

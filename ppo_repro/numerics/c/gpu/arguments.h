@@ -1,5 +1,5 @@
-// What the kernels of a GPU take that are no row functions, one struct each, by value: the host fills it
-// (launches.c), the kernel reads it. Pointers point to memory of the GPU.
+// Arguments of the kernels of a GPU that are no row functions. Each kernel takes one struct by value, which
+// the host fills (launches.c). Pointers point to memory of the GPU.
 #ifndef GPU_ARGUMENTS_H
 #define GPU_ARGUMENTS_H
 #include "../operations.h"
@@ -90,7 +90,7 @@ INLINE SplitMatrix integers_in(float *memory, int rows, int blocks) {
   };
 }
 
-// The same with remainders: a factor of a product
+// The same with remainders, for x or w of a product
 INLINE SplitMatrix factor_in(float *memory, int rows, int blocks) {
   SplitMatrix all = integers_in(memory, rows, blocks);
   all.rest = (signed char *)(memory + integer_floats(rows, blocks));
@@ -202,7 +202,7 @@ INLINE long attend_queries_floats(int heads, int head_dim, int span) {
 }
 
 // Attention of whole sequences by tiles: the key heads from first_kv on, of the sequences from first_sequence
-// on; how many the grid says
+// on. The grid says how many of each.
 typedef struct {
   const float *q;  // [tokens][heads][head_dim]
   const float *keys;

@@ -4,7 +4,7 @@
 //                                              rows of scores in memory between them
 // and attend_backward_scores, .._rows, .._queries, .._keys for their gradients.
 // A query at some position sees the keys of its sequence up to that position, or the last `window` of them.
-// Keys that it does not see are terms of zero, which rule 1 lets stand.
+// Keys that it does not see are terms of zero, which change no sum (rule 1).
 #include "../elementary.h"
 #include "../lanes.h"
 #include "../shapes.h"

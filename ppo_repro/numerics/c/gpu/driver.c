@@ -1,8 +1,8 @@
 // The driver of NVIDIA GPUs, libcuda, opened at run time: no header and no library of CUDA is needed to
 // compile this. Its context and its streams are torch's; see gpu_open and begin_call.
 //
-// gpu_open returns an error as a text. A later error fails the call, see failure.c: nothing more is copied or
-// launched.
+// gpu_open returns an error as a text. A later error fails the call, see failure.c. Then nothing more is
+// copied or launched.
 #include <dlfcn.h>
 #include <stdio.h>
 
@@ -92,7 +92,8 @@ static char answer[LOG_BYTES + 512];  // of gpu_open
     if (code_) ANSWER("%s: %s (%d)", what, error_text(code_), code_);            \
   } while (0)
 
-// Load the kernels `ptx` on device `ordinal` through the driver in file `library`. NULL, or why not.
+// Loads the kernels `ptx` on device `ordinal` through the driver in file `library`. Returns NULL, or the
+// error.
 const char *gpu_open(const char *library, const char *ptx, int ordinal, GpuFacts *facts) {
   gpu.library = dlopen(library, RTLD_NOW | RTLD_LOCAL);
   if (!gpu.library) ANSWER("no driver: %s", dlerror());
@@ -176,7 +177,7 @@ static void copy_from_gpu(void *to, const void *from, size_t bytes) {
 
 static void send_integers(void);
 
-// The function of a kernel. A GPU has it, or the call fails: nothing else computes it.
+// Returns the function of a kernel. If the GPU lacks it, the call fails, because nothing else computes it.
 static void *function_of(Kernel *kernel) {
   if (kernel->function) return kernel->function;
   void *function = NULL;

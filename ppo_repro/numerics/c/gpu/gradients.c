@@ -1,6 +1,6 @@
 // Gradients of weights on a GPU (rule 2): sums over the rows of a batch, in blocks and slots, as
 // ../gradients.c says. An element belongs to one thread, which takes it through the whole batch. Part 0 is
-// the sum of the present slot; part i + 1 is a subtree of 2^i slots.
+// the sum of the present slot, and part i + 1 is a subtree of 2^i slots that waits.
 #include "arguments.h"
 #include "machine.h"
 
@@ -21,8 +21,8 @@ INLINE float *four_at(float *parts, const int is_high, int part, int q) {
   return parts + part * part_floats(is_high) + (long)q * 4 * GPU_THREADS;
 }
 
-// The slots [from, to) are over. Each one joins the subtrees before it, and part 0 begins again at +0.
-// definition: gradients.join_slots
+// The slots [from, to) are complete. Each is joined with the subtrees that wait before it, and part 0 begins
+// again at +0, as in close_slots of ../gradients.c. definition: gradients.join_slots
 INLINE void close_tile_slots(float y[][4], const int is_high, float *parts, int from, int to) {
   for (int slot = from; slot < to; slot++) {
     int level = 0;

@@ -7,7 +7,7 @@
 // odd. For 32 terms the sum adds LL', is divided by 65, adds HL' and LH', is divided by 65, and adds HH'. For
 // the next 32 terms it goes back: it adds HH', is multiplied by 65, adds HL' and LH', is multiplied by 65,
 // and adds LL'. So bytes are read once, and registers suffice for two thread blocks of a multiprocessor: one
-// computes while the other one waits. Where a block has no term, H = L = 0.
+// computes while the other waits. Beyond the terms of a block, H = L = 0.
 //
 // The sum of remainders, X W' + X' W, is computed in the same way, from two products. It is rare, so its
 // lines come straight from global memory.

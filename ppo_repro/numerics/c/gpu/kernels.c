@@ -1,8 +1,7 @@
 // All kernels of a GPU as one unit, which ../../build_ptx.py compiles to PTX. GPU_KERNELS says that this is
-// code for a GPU: row functions become kernels (lanes.h), and what runs on the host stays out.
+// code for a GPU: row functions become kernels (lanes.h), and code of the host is left out.
 //
-// "definition: rows.norm" in the files of row functions holds here too: they are one text for CPU and GPU.
-// Other sums than in the table of ../all.c:
+// Files of row functions are one text for CPU and GPU. These sums differ from the table of ../all.c:
 //   rule 1  chain in tiles.c, add_blocks in products.c, attend_queries in attention.c (scores and values);
 //           in high add_integer_block in integers.c
 //   rule 2  close_tile_slots, column_block, close_element_slots and table_rows in gradients.c

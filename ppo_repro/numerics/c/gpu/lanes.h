@@ -1,6 +1,6 @@
 // The loops of row functions on a GPU: the macros and functions of ../lanes.h, where each lane of a row has a
-// thread of its own. 16 threads compute a row. A variable is each lane's own, so `LANE(sum)` is `sum`; what
-// all lanes must know they get by shuffles. Two rows are computed by one warp and need not keep step.
+// thread of its own. 16 threads compute a row. Each thread has its own variables, so `LANE(sum)` is `sum`.
+// Lanes exchange values by shuffles. A warp computes two rows, which need not keep step.
 #ifndef GPU_LANES_H
 #define GPU_LANES_H
 #include "../arithmetic.h"
@@ -39,7 +39,7 @@ typedef void (*RowFunction)(const void *argument, int row, float *memory);  // o
 #define LANE_VALUES(type, name, start) type name = (start)
 #define LANE(name) name
 
-// Unrolled, because a lane's sums are in order but what is added may be computed at once.
+// Unrolled: a lane adds its terms in order, but may compute several terms at once.
 #define IN_LANES(i, n, ...) \
   do {                      \
     _Pragma("unroll 8")     \
@@ -99,7 +99,8 @@ INLINE int all_of_lanes(int own) {
 // A load that may move over stores, so that the loads of several elements are on their way at once
 INLINE float fixed_at(const float *x, int i) { return load_fixed(x + i); }
 
-// A division has a rare case that is a branch, over which nothing moves; x / 1 is x.
+// Returns whether x is 1. x / 1 is x, so a loop may leave out this division. A division contains a branch for
+// rare numbers, and the compiler moves no load over a branch.
 INLINE int is_one(float x) { return x == 1.0f; }
 
 // ----------------------------------------------------------------------------------------------------- flags

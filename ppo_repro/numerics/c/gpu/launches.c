@@ -42,8 +42,8 @@ static ProductKernel product_kernel(int rows, int w_by_rows) {
   return (ProductKernel){product_8, 128, TILE, tile_bytes(8)};
 }
 
-// `a` is all that the kernel gets, or its beginning. Where a grid of tiles is small, each block of terms gets
-// thread blocks of its own, and add_blocks adds the blocks up.
+// `a` is the kernel's struct, or its beginning. If a grid of tiles is small, each block of terms gets thread
+// blocks of its own, and add_blocks adds the blocks up.
 static void run_product(ProductKernel with, ProductArguments *a) {
   if (a->rows < 1) return;
   long tiles = divided_up(a->rows, with.rows) * divided_up(a->cols, with.columns);

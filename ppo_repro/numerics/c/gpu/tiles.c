@@ -5,9 +5,9 @@
 // A thread block of 256 threads computes `16 high` x 128 elements of y, high at most 8. A thread has high x 8
 // of them. It keeps in registers the chains of one block, and the sums of the blocks before it.
 //
-// The operands come in stages of 16 terms by asynchronous copies. While a stage is computed, the next ones
-// are on their way. Whatever way an operand lies in global memory, a stage has [16 terms][rows + GAP], so
-// that a thread reads 4 rows of a term at once.
+// The operands x and w come in stages of 16 terms by asynchronous copies. While a stage is computed, the next
+// stages are copied. In global memory the operands have several layouts, but a stage always is [16
+// terms][rows + GAP], so that a thread reads 4 rows of a term at once.
 #include "arguments.h"
 #include "machine.h"
 

@@ -14,7 +14,7 @@ from ppo_repro.numerics.token_statistics import token_statistics
 
 
 class Logits(LogitsProcessor):
-    """Logits processor of SGLang, which chooses the rows; the policy's head computes all logits of the server."""
+    """Logits processor of SGLang, which chooses the rows. The policy's head computes all logits of the server."""
 
     def __init__(self, config: PretrainedConfig, policy: PreTrainedModel) -> None:
         super().__init__(config)

@@ -1,6 +1,6 @@
 """Define the entry point that each process of SGLang calls before it parses arguments.
 
-The entry point adds names and wraps two functions; it changes no server without `--attention-backend ppo_repro`. SGLang
+The entry point adds names and wraps two functions. It changes no server without `--attention-backend ppo_repro`. SGLang
 logs and ignores every exception of a plugin. So a failure must show later: without the names the server refuses to
 start, and `attention.make_backend` checks everything else.
 """
@@ -65,7 +65,7 @@ def _make_sampler() -> Sampler:
 
 
 def _plain_memory(dims: tuple[int, ...], dtype: torch.dtype, device: str, *_: Any, **__: Any) -> torch.Tensor:
-    """Allocate memory for a server's numbers per token; SGLang's function would need a CUDA driver."""
+    """Allocate memory for a server's numbers per token. SGLang's function would need a CUDA driver."""
     import torch
 
     return torch.empty(dims, dtype=dtype, device=device)

@@ -35,7 +35,7 @@ class DeterministicSampler(Sampler):
     ) -> Tensor:
         """Sample one token per row, int64 [n]. Raises RuntimeError for an option that this sampler does not support.
 
-        The log-probs are written into `logits_output`; `positions` [n] are those of the last input tokens.
+        The log-probs are written into `logits_output`. `positions` [n] are those of the last input tokens.
         """
         asked = return_logprob and (any(top_logprobs_nums) or any(ids is not None for ids in token_ids_logprobs))
         _refuse(sampling_info, asked)

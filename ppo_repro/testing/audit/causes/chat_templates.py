@@ -108,34 +108,51 @@ def _said(tokenizer: Any, chats: Sequence[Chat], cue: bool = False) -> list[str]
         return [""] * len(chats)
 
 
-def templated(tokenizer: Any, prompts: Sequence[Ids]) -> dict[str, list[Ids]]:
-    """Return the prompts after each change of the chat template, by description; () for a prompt without a template."""
+@dataclass(frozen=True)
+class TemplateChange:
+    """A prompt with another template: its text after change(template, text of the prompt, this text in the template).
+
+    The change is None for a prompt that does not have what changes.
+    """
+
+    words: str
+    change: Callable[[Template, str, str], str | None]
+    has_special_tokens: bool = False  # whether the tokenizer adds its BOS and EOS tokens to the text
+
+
+CHANGES = (
+    TemplateChange("prompt in the chat template", lambda t, text, inside: None if t.is_whole(text) else inside),
+    TemplateChange("prompt in the chat template twice", lambda t, text, inside: inside if t.is_whole(text) else None),
+    TemplateChange("prompt without the chat template", lambda t, text, _: t.bare(text), has_special_tokens=True),
+    TemplateChange("prompt with the generation prompt after it", lambda t, text, _: t.cued(text)),
+    TemplateChange("prompt with a second generation prompt after it", lambda t, text, _: t.cued_twice(text)),
+    TemplateChange("prompt without the generation prompt", lambda t, text, _: t.uncued(text)),
+    TemplateChange("prompt without the template's default system turn", lambda t, text, _: t.without_default(text)),
+    TemplateChange("prompt without its system turn", lambda t, text, _: t.without_system(text)),
+    TemplateChange("prompt with the template's default system turn", lambda t, text, _: t.with_default(text)),
+)
+
+
+@dataclass(frozen=True)
+class Texts:
+    """The texts of a dump's prompts, and each of them in the chat template again, "" if the template refuses it."""
+
+    tokenizer: Any
+    template: Template
+    plain: list[str]
+    inside: list[str]
+
+    def changed(self, row: TemplateChange, i: int) -> Ids:
+        """Return the ids of prompt i after a change; () if the prompt does not have what changes."""
+        text = row.change(self.template, self.plain[i], self.inside[i])
+        return tuple(self.tokenizer(text, add_special_tokens=row.has_special_tokens).input_ids) if text else ()
+
+
+def texts_of(tokenizer: Any, prompts: Sequence[Ids]) -> Texts | None:
+    """Return the texts of prompts; None for a tokenizer without a chat template."""
     template = parsed(tokenizer) if getattr(tokenizer, "chat_template", None) else None
     if template is None:
-        return {}
-
-    def ids(text: str | None, special: bool = False) -> Ids:
-        return tuple(tokenizer(text, add_special_tokens=special).input_ids) if text else ()
-
-    texts = [str(tokenizer.decode(list(prompt), skip_special_tokens=False)) for prompt in prompts]
-    are_whole = [template.is_whole(text) for text in texts]
-    inside = _said(tokenizer, [[{"role": "user", "content": text}] for text in texts], True)
-
-    def changed(change: Callable[[str], str | None], special: bool = False) -> list[Ids]:
-        return [ids(change(text), special) for text in texts]
-
-    return {
-        "prompt in the chat template": [
-            () if is_whole else ids(text) for text, is_whole in zip(inside, are_whole, strict=True)
-        ],
-        "prompt in the chat template twice": [
-            ids(text) if is_whole else () for text, is_whole in zip(inside, are_whole, strict=True)
-        ],
-        "prompt without the chat template": changed(template.bare, special=True),
-        "prompt with the generation prompt after it": changed(template.cued),
-        "prompt with a second generation prompt after it": changed(template.cued_twice),
-        "prompt without the generation prompt": changed(template.uncued),
-        "prompt without the template's default system turn": changed(template.without_default),
-        "prompt without its system turn": changed(template.without_system),
-        "prompt with the template's default system turn": changed(template.with_default),
-    }
+        return None
+    plain = [str(tokenizer.decode(list(prompt), skip_special_tokens=False)) for prompt in prompts]
+    inside = _said(tokenizer, [[{"role": "user", "content": text}] for text in plain], True)
+    return Texts(tokenizer, template, plain, inside)

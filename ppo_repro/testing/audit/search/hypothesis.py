@@ -29,10 +29,9 @@ Identity = tuple[Pattern, Combination]
 
 
 @dataclass(frozen=True, eq=False)
-class Hypothesis:
-    """Causes that were tried on many tokens of a wrong side, and what they leave of its errors."""
+class Hypothesis(Candidate):
+    """Candidate on many tokens of a wrong side, and whether it explains them."""
 
-    candidate: Candidate
     explains: bool  # whether the errors that are left are rounding
     words: str
     pattern: Pattern = "none"
@@ -42,7 +41,7 @@ class Hypothesis:
     @property
     def causes(self) -> tuple[Cause, ...]:
         """Return the causes, which a pattern may have too."""
-        return self.candidate.combination.causes
+        return self.combination.causes
 
     @property
     def advice(self) -> str:
@@ -62,7 +61,7 @@ class Hypothesis:
     def temperature(self) -> float | None:
         """Return the temperature that explains all numbers, if the causes alone do and one is among them."""
         is_whole = self.pattern == "none" and not self.is_of_wrong_alone
-        return self.candidate.combination.temperature if is_whole else None
+        return self.combination.temperature if is_whole else None
 
     @property
     def is_option(self) -> bool:
@@ -72,28 +71,24 @@ class Hypothesis:
     @property
     def identity(self) -> Identity:
         """Return the pattern and the causes; hypotheses that differ only in the value of a parameter are one."""
-        return self.pattern, self.candidate.combination.without_value
-
-    @property
-    def left(self) -> float:
-        """Return the rms of the errors that are left, nats."""
-        return self.candidate.left
+        return self.pattern, self.combination.without_value
 
 
 def hypothesis_of(trial: Trial, candidate: Candidate) -> Hypothesis:
     """Return the hypothesis that these causes alone leave these errors on many tokens."""
     combination, errors = candidate.combination, candidate.errors
     causes = combination.causes
-    before = trial.plain.left if causes else math.inf
+    before, tolerance = trial.plain.left if causes else math.inf, trial.side.tolerance
     narrow = [
         rms(trial.narrow_errors(cause, trial.many)) for cause in causes if cause.rounds("computed", "part", "logits")
     ]
-    explains = any(is_rounding(errors, before, trial.tolerance, size) for size in (0.0, *narrow))
-    words = combination.words(trial.side.sampling)
-    if trial.stored.name and (is_rounding(errors, before, trial.tolerance) or not causes):
-        words.append(f"rounded to {trial.stored.name}")
+    explains = any(is_rounding(errors, before, tolerance, size) for size in (0.0, *narrow))
+    words = combination.words(trial.side.recorded.sampling)
+    if trial.side.stored.name and (is_rounding(errors, before, tolerance) or not causes):
+        words.append(f"rounded to {trial.side.stored.name}")
     return Hypothesis(
-        candidate=candidate,
+        combination=combination,
+        errors=errors,
         explains=explains,
         words=" and ".join(words) or "as it is",
         explains_zeros=explains and _explains_zeros(trial, combination),
@@ -109,7 +104,7 @@ def _explains_zeros(trial: Trial, combination: Combination) -> bool:
         is_one_tried |= bool(numbers.unlikely_zeros[w.here].any())
     if not is_one_tried and any(bool(numbers.unlikely_zeros.any()) for numbers in trial.tried_numbers):
         return False
-    return bool((torch.cat(predicted).abs() <= trial.tolerance).all())
+    return bool((torch.cat(predicted).abs() <= trial.side.tolerance).all())
 
 
 # all hypotheses about a side
@@ -119,17 +114,18 @@ def _explains_zeros(trial: Trial, combination: Combination) -> bool:
 class Hypotheses:
     """Hypotheses about a wrong side, each once: the best ones explain it with the fewest deviations, if any does."""
 
-    best: list[Hypothesis]
-    others: list[Hypothesis]  # those that leave the smallest errors first
+    best: Sequence[Hypothesis] = ()
+    others: Sequence[Hypothesis] = ()  # those that leave the smallest errors first
 
     @property
-    def plain(self) -> Hypothesis:
-        """Return the hypothesis without a cause."""
-        return next(t for t in (*self.best, *self.others) if not t.deviations)
+    def named(self) -> Sequence[Hypothesis]:
+        """Return the hypotheses that the audit names: the best ones, unless these are too many."""
+        return self.best if len(self.best) <= limits.NAMED else ()
 
     def shown(self) -> list[Hypothesis]:
         """Return the best ones, those that leave at most half of the errors, and the one without a cause."""
-        limit = limits.OF_ERRORS * self.plain.left
+        without_a_cause = (t.left for t in (*self.best, *self.others) if not t.deviations)
+        limit = limits.OF_ERRORS * next(without_a_cause, 0.0)
         plain = [t for t in self.others if not t.deviations]
         near = (t for t in self.others if t.deviations and t.left <= limit)
         return [*[*self.best, *near][: limits.SHOWN - len(plain)], *plain]

@@ -10,26 +10,27 @@ from torch import Tensor
 from ppo_repro.testing.audit.measure import errors_of, is_rounding, rms
 from ppo_repro.testing.audit.search.combination import PLAIN
 from ppo_repro.testing.audit.search.hypothesis import Hypothesis, Pattern
-from ppo_repro.testing.audit.search.trial import Candidate, Trial
+from ppo_repro.testing.audit.search.trial import Trial
 
 
 def of_other_orders(trial: Trial) -> Iterator[Hypothesis]:
     """Yield the hypotheses that the numbers are log-probs of other responses, or of other tokens of the response."""
     recorded = [one.recorded[one.usable].cpu() for one in trial.tried_numbers]
     right = [one.reference[one.usable].cpu() for one in trial.tried_numbers]
+    stored = trial.side.stored
 
     def fits(i: int, errors: Tensor) -> bool:
         # if only few tokens are wrong, the numbers are in the right order
-        return is_rounding(errors, rms(errors_of(recorded[i], right[i], trial.stored)), trial.tolerance)
+        return is_rounding(errors, rms(errors_of(recorded[i], right[i], stored)), trial.side.tolerance)
 
     def of_other_response(i: int) -> Tensor | None:
         size = len(recorded[i])
         others = (x for j, x in enumerate(right) if j != i and size == len(x) > 1)
-        each = (errors_of(recorded[i], x, trial.stored) for x in others)
+        each = (errors_of(recorded[i], x, stored) for x in others)
         return next((errors for errors in each if fits(i, errors)), None)
 
     def of_other_tokens(i: int) -> Tensor | None:
-        errors = errors_of(recorded[i].sort().values, right[i].sort().values, trial.stored)
+        errors = errors_of(recorded[i].sort().values, right[i].sort().values, stored)
         return errors if len(errors) > 2 and fits(i, errors) else None
 
     orders: tuple[tuple[Pattern, str, Callable[[int], Tensor | None]], ...] = (
@@ -38,13 +39,14 @@ def of_other_orders(trial: Trial) -> Iterator[Hypothesis]:
     )
     for pattern, words, order in orders:
         parts = list[Tensor]()
-        for i in trial.wrong_responses:
+        for i in trial.side.wrong_responses:
             if (errors := order(i)) is None:
                 break
             parts.append(errors)
         else:
             yield Hypothesis(
-                candidate=Candidate(PLAIN, torch.cat(parts)),
+                combination=PLAIN,
+                errors=torch.cat(parts),
                 explains=True,
                 words=words,
                 pattern=pattern,

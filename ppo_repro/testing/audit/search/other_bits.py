@@ -21,12 +21,13 @@ from ppo_repro.testing.audit.search.trial import Trial
 
 def with_other_bits(trial: Trial, alone: Hypothesis) -> list[Hypothesis]:
     """Return the hypotheses that the errors left by `alone` are 16-bit rounding; none if they do not look like it."""
-    combination = alone.candidate.combination
-    like = _other_bits(trial, alone.candidate.errors) if _may_be_narrow(trial, alone) else None
+    combination = alone.combination
+    like = _other_bits(trial, alone.errors) if _may_be_narrow(trial, alone) else None
     if like is None:
         return []
     similar = Hypothesis(
-        candidate=alone.candidate,
+        combination=combination,
+        errors=alone.errors,
         explains=True,
         words=f"{alone.words} and {like.words}" if alone.causes else like.words,
         pattern="like 16-bit rounding",

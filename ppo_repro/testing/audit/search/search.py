@@ -98,7 +98,7 @@ def _is_pair(a: Cause, b: Cause, near: Set[Cause]) -> bool:
 def _screened(trial: Trial, what: str, combined: Sequence[tuple[Cause, ...]]) -> list[Candidate]:
     """Return the candidates on a few tokens, the nearest first: a few show that most causes are far off."""
     screened = list[Candidate]()
-    progress = Progress(f"{trial.side.name}, {what}", len(combined))
+    progress = Progress(f"{trial.side.recorded.name}, {what}", len(combined))
     for causes in combined:
         combination = _with_value(trial, causes)
         screened += [] if combination is None else _fitted(trial, combination, trial.few)
@@ -128,9 +128,9 @@ def _limit(trial: Trial) -> float:
     A side may have two causes. If one is a 16-bit computation, the other cause alone leaves its rounding.
     """
     halves = (cause for cause in trial.causes if cause.rounds("computed", "weights"))
-    narrow = (trial.scale * rms(trial.narrow_errors(cause, trial.few)) for cause in halves)
+    narrow = (trial.side.scale * rms(trial.narrow_errors(cause, trial.few)) for cause in halves)
     # 16 bits that overflow limit nothing
-    return limits.NEAR * max([limits.TOKEN_OVER_RMS * trial.tolerance, *filter(math.isfinite, narrow)])
+    return limits.NEAR * max([limits.TOKEN_OVER_RMS * trial.side.tolerance, *filter(math.isfinite, narrow)])
 
 
 # the value of a parameter

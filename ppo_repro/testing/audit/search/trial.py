@@ -12,18 +12,18 @@ from transformers import PreTrainedModel
 
 from ppo_repro.testing.audit import limits
 from ppo_repro.testing.audit.causes.cause import Cause, OtherInput
-from ppo_repro.testing.audit.measure import Stored, errors_of, rms, stored_as
+from ppo_repro.testing.audit.measure import errors_of, rms
 from ppo_repro.testing.audit.numbers import Numbers, RecordedChunk
 from ppo_repro.testing.audit.search.combination import PLAIN, Combination, together
 from ppo_repro.testing.audit.search.logits import Logits
 from ppo_repro.testing.audit.search.predict import Predictor
 from ppo_repro.testing.audit.search.windows import Tokens, WrongResponse, few_and_many
-from ppo_repro.testing.audit.sides import RecordedSide
+from ppo_repro.testing.audit.sides import WrongSide
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Candidate:
-    """Causes, and the errors [n] that they leave on some tokens, nats."""
+    """Causes and a value, and the errors [n] that they leave on some tokens, nats."""
 
     combination: Combination
     errors: Tensor
@@ -38,12 +38,8 @@ class Candidate:
 class Trial:
     """Causes to try on a wrong side, and the tokens to try them on."""
 
-    side: RecordedSide
+    side: WrongSide
     tried_numbers: Sequence[Numbers]  # of the side, on the device of the model; usable are the tokens that are tried
-    wrong_responses: Sequence[int]
-    stored: Stored  # the format of the numbers
-    scale: float  # how many times as large as log-probs the numbers are, as sums are; they round as much more
-    tolerance: float  # rms of rounding, nats
     causes: tuple[Cause, ...]  # in the order of the stages, so that logits and softmax are computed once
     predictor: Predictor
     few: Tokens  # for all causes
@@ -64,7 +60,7 @@ class Trial:
     @property
     def wrong_alone(self) -> Trial:
         """Return the trial as if only the wrong tokens of the side were usable."""
-        wrong = [replace(one, usable=one.are_wrong(self.tolerance)) for one in self.tried_numbers]
+        wrong = [replace(one, usable=one.are_wrong(self.side.tolerance)) for one in self.tried_numbers]
         return replace(self, tried_numbers=wrong)
 
     def candidate(self, combination: Combination, tokens: Tokens) -> Candidate | None:
@@ -74,7 +70,7 @@ class Trial:
             numbers = self.tried_numbers[w.response]
             there = numbers.usable[w.here] & ~values.isnan()
             usable += int(numbers.usable[w.here].sum())
-            found.append(errors_of(numbers.recorded[w.here][there], values[there], self.stored).cpu())
+            found.append(errors_of(numbers.recorded[w.here][there], values[there], self.side.stored).cpu())
         errors = torch.cat(found)
         enough = max(limits.FEWEST_PREDICTED, usable / limits.PREDICTED_ONE_IN)
         return Candidate(combination, errors) if combination == PLAIN or len(errors) >= enough else None
@@ -94,41 +90,32 @@ class Trial:
         return torch.cat(apart)
 
 
-def trial_of(model: PreTrainedModel, side: RecordedSide, wrong: Sequence[int], causes: Sequence[Cause]) -> Trial:
-    """Return the trial of `causes` on a wrong side.
-
-    `wrong` are the indices of the responses with a wrong log-prob. A cause of the input is left out if it predicts none
-    of the tokens.
-    """
-    numbers = side.numbers
-    every = torch.cat([numbers[i].recorded[numbers[i].usable] for i in wrong])
-    ideal = torch.cat([numbers[i].reference[numbers[i].usable] for i in wrong])
-    scale = max(1.0, rms(every) / max(rms(ideal), 1e-9))
-    tolerance = limits.RIGHT * side.reference.floor * scale + limits.RECORDED * rms(every)
-    few, many = few_and_many(
-        [
-            WrongResponse(i, len(side.responses[i].prompt_ids), numbers[i].usable, numbers[i].are_wrong(tolerance))
-            for i in wrong
-        ]
-    )
-    numbers = [one.to(model.device) for one in numbers]
-    logits = Logits(model, side.responses, [one.counts for one in numbers], side.sampling)
+def trial_of(model: PreTrainedModel, side: WrongSide, causes: Sequence[Cause]) -> Trial:
+    """Return the trial of causes on a wrong side, without the causes of the input that predict none of the tokens."""
+    recorded = side.recorded
+    wrong = []
+    for i in side.wrong_responses:
+        usable, are_wrong = recorded.numbers[i].usable, recorded.numbers[i].are_wrong(side.tolerance)
+        wrong.append(WrongResponse(i, len(recorded.responses[i].prompt_ids), usable, are_wrong))
+    few, many = few_and_many(wrong)
+    numbers = [one.to(model.device) for one in recorded.numbers]
+    logits = Logits(model, recorded.responses, [one.counts for one in numbers], recorded.sampling)
     return Trial(
         side=side,
         tried_numbers=numbers,
-        wrong_responses=wrong,
-        stored=stored_as(every),
-        scale=scale,
-        tolerance=tolerance,
         causes=tuple(cause for cause in causes if _is_predicted(cause, few) and _is_predicted(cause, many)),
-        predictor=Predictor(logits, side.definition, [one.reference for one in numbers]),
+        predictor=Predictor(logits, recorded.definition, [one.reference for one in numbers]),
         few=few,
         many=many,
     )
 
 
 def _is_predicted(cause: Cause, tokens: Tokens) -> bool:
+    """Return whether a cause predicts any of the tokens; another input may predict few tokens of a response."""
     if not isinstance(cause, OtherInput):
         return True
-    windows = ((w, cause.passes[w.response]) for w in tokens.windows)
-    return any(not passes or any(one.within(w.start, w.end) for one in passes) for w, passes in windows)
+    for w in tokens.windows:
+        passes = cause.passes[w.response]
+        if not passes or any(one.within(w.start, w.end) for one in passes):
+            return True
+    return False

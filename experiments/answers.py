@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
-import numpy.typing as npt
 import pandas as pd
 
 from ppo_repro.analysis import figures
 from ppo_repro.analysis.csv_text import csv_text
-from ppo_repro.analysis.grid_outcomes import ACCURACY, LAST, complete_cells, mismatch_of_cell
-from ppo_repro.analysis.grid_table import comparisons, markdown, mean_text
-from ppo_repro.analysis.significance import detectable, finite_of, one_sample, t_interval, tost, with_interval
+from ppo_repro.analysis.grid_outcomes import ACCURACY, LAST_FEW, complete_cells, mismatch_of_cell
+from ppo_repro.analysis.grid_table import comparisons, markdown
+from ppo_repro.analysis.mean_text import mean_alone, mean_and_interval, with_interval
+from ppo_repro.analysis.significance import detectable, one_sample, tost
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.files import atomic_write, require_ours
 from ppo_repro.base.output import Parser, tell
@@ -61,7 +61,7 @@ def outcome(run_dir: Path) -> dict[str, float]:
     tokens: number of response tokens. k3: estimate of KL(sampler || trainer), nats per token, all iterations.
     """
     rows = reader.read_iterations(run_dir)
-    last = rows.tail(LAST)
+    last = rows.tail(LAST_FEW)
     held_out = reader.read_evaluations(run_dir, columns=["iteration", "is_correct"])
     accuracy = held_out.groupby("iteration")["is_correct"].mean()
     return {
@@ -100,15 +100,6 @@ def results_of(grid: Path, measures: Measures, twin: Twin | None) -> pd.DataFram
     return pd.DataFrame(rows)
 
 
-def interval(values: npt.ArrayLike, form: str = "{:.3f}") -> str:
-    """Return the mean and 95 % Student interval over seeds, as text. Values that are not finite are counted."""
-    finite, others = finite_of(values)
-    if not len(finite):
-        return "not finite"
-    estimate = one_sample(finite)
-    return with_interval(form, estimate.mean, *t_interval(estimate, 0.95)) + others
-
-
 def settings_table(
     results: pd.DataFrame, axis: str, measure: str, title: str, against: str, columns: Columns
 ) -> pd.DataFrame:
@@ -118,15 +109,15 @@ def settings_table(
     paired t-test, Holm's correction. `title` is the title of the measure's column.
     """
     table = comparisons(results.assign(point=results[axis]), measure, against)
-    compared = {row["point"]: row for row in table.to_dict("records")}
+    compared = {row.point: row for row in table.itertuples()}
     rows = []
     for point, cells in results.groupby(axis, sort=False):
-        row = {axis: point, title: interval(cells[measure]), f"minus {against}": "", "p, Holm": ""}
+        row = {axis: point, title: mean_and_interval(cells[measure]), f"minus {against}": "", "p, Holm": ""}
         if (other := compared.get(point)) is not None:
-            row[f"minus {against}"] = with_interval("{:+.3f}", other["difference"], other["ci_lo"], other["ci_hi"])
-            row["p, Holm"] = f"{other['p_holm']:.3f}"
+            row[f"minus {against}"] = with_interval("{:+.3f}", other.difference, other.ci_lo, other.ci_hi)
+            row["p, Holm"] = f"{other.p_holm:.3f}"
         for shown, (name, form) in columns.items():
-            row[shown] = interval(cells[name]) if form is None else mean_text(cells[name], form)
+            row[shown] = mean_and_interval(cells[name]) if form is None else mean_alone(cells[name], form)
         rows.append(row)
     return pd.DataFrame(rows)
 
@@ -146,8 +137,8 @@ def equality_table(results: pd.DataFrame, axis: str, same: str, other: str) -> p
         rows.append(
             {
                 "measure": title,
-                **{setting: interval(values[setting]) for setting in (same, other)},
-                f"{other} minus {same}": interval(apart, "{:+.3f}"),
+                **{setting: mean_and_interval(values[setting]) for setting in (same, other)},
+                f"{other} minus {same}": mean_and_interval(apart, "{:+.3f}"),
                 f"p of at least {MARGIN:g} apart": f"{tost(estimate, MARGIN):.3f}",
                 "smallest effect found with power 0.8": f"{smallest:.3f}",
                 "sd over seeds": f"{values[same].std():.3f}",

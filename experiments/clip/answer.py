@@ -6,16 +6,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-import pandas as pd
 
 from experiments.answers import outcome, settings_study
-from ppo_repro.analysis import figures
+from experiments.clip.across import across_figure
 from ppo_repro.analysis.grid_outcomes import clip_shares_of_cell
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 MEASURE = "mean_accuracy"
 
@@ -23,10 +17,6 @@ MEASURE = "mean_accuracy"
 def measures(run_dir: Path) -> dict[str, float]:
     """Return the outcome, and two shares of token visits: without a gradient, and outside the band."""
     return outcome(run_dir) | clip_shares_of_cell(run_dir)._asdict()
-
-
-def figure(results: pd.DataFrame) -> Axes:
-    return figures.across_figure(results.assign(point=results["setting"]), "clip_fraction", MEASURE)
 
 
 if __name__ == "__main__":
@@ -43,5 +33,5 @@ if __name__ == "__main__":
             "outside the band": ("outside_fraction", "{:.1%}"),
         },
         measures=measures,
-        figure=figure,
+        figure=lambda results: across_figure(results, "clip_fraction", MEASURE),
     )

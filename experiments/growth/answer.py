@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pandas as pd
 
-from experiments.answers import Labels, Twin, interval, outcome, study
+from experiments.answers import Labels, Twin, outcome, study
 from ppo_repro.analysis import figures
+from ppo_repro.analysis.mean_text import mean_and_interval
 from ppo_repro.records import reader
 
 if TYPE_CHECKING:
@@ -74,12 +75,12 @@ def tables(results: pd.DataFrame) -> list[pd.DataFrame]:
     for (setting, flip), group in results[results["flip"] != "none"].groupby(["setting", "flip"], sort=False):
         row = {"setting": setting, "flipped": flip}
         for name, title in (("first_token", "first other token"), ("first_score", "first other score")):
-            row[f"{title}, iteration"] = interval(group[name], "{:.1f}")
+            row[f"{title}, iteration"] = mean_and_interval(group[name], "{:.1f}")
         decades = group.apply(iterations_per_decade, axis=1).dropna()
-        row["iterations for a factor of 10"] = interval(decades, "{:.1f}") if len(decades) else ""
+        row["iterations for a factor of 10"] = mean_and_interval(decades, "{:.1f}") if len(decades) else ""
         row["rms, iteration 1, nats"] = f"{group['rms_01'].median():.0e}"
-        row[f"above {LARGE:g} nats, iteration"] = interval(group["large"], "{:.1f}")
-        row["accuracy apart at the end"] = interval(group["accuracy_apart"])
+        row[f"above {LARGE:g} nats, iteration"] = mean_and_interval(group["large"], "{:.1f}")
+        row["accuracy apart at the end"] = mean_and_interval(group["accuracy_apart"])
         rows.append(row)
     return [pd.DataFrame(rows)]
 

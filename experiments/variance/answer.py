@@ -9,8 +9,8 @@ import numpy.typing as npt
 import pandas as pd
 from scipy import stats
 
-from experiments.answers import TITLES, interval, settings_figure, study
-from ppo_repro.analysis.significance import with_interval
+from experiments.answers import TITLES, settings_figure, study
+from ppo_repro.analysis.mean_text import mean_and_interval, with_interval
 
 
 def numerics_part(values: npt.NDArray[np.float64]) -> tuple[float, float, float]:
@@ -37,8 +37,8 @@ def tables(results: pd.DataFrame) -> list[pd.DataFrame]:
         )
         for measure, title in TITLES.items():
             values = np.stack([usual[measure], other[measure]], axis=1)
-            row = {"numerics": mode, "measure": title, "mean": interval(usual[measure])}
-            row["other layout minus usual"] = interval(other[measure] - usual[measure], "{:+.3f}")
+            row = {"numerics": mode, "measure": title, "mean": mean_and_interval(usual[measure])}
+            row["other layout minus usual"] = mean_and_interval(other[measure] - usual[measure], "{:+.3f}")
             row["sd over seeds"] = f"{usual[measure].std():.3f}"
             row["sd over layouts of a seed"] = f"{np.sqrt(values.var(axis=1, ddof=1).mean()):.3f}"
             row["part of numerics"] = with_interval("{:.2f}", *numerics_part(values))

@@ -12,11 +12,11 @@ import numpy as np
 import pandas as pd
 
 from ppo_repro.records import reader
-from ppo_repro.records.logprob_pairs import KEY
+from ppo_repro.records.logprob_pairs import TOKEN_KEY
 from ppo_repro.statistics.bits import Float32, iteration_agreement, unequal_bits
 
-TOKENS = [*KEY, "rollout_logprobs", "old_logprobs", "values"]
-UPDATES = [*KEY, "epoch", "minibatch", "ratios", "clip_flag", "new_values"]
+TOKENS_COMPARED = [*TOKEN_KEY, "rollout_logprobs", "old_logprobs", "values"]
+UPDATES_COMPARED = [*TOKEN_KEY, "epoch", "minibatch", "ratios", "clip_flag", "new_values"]
 
 
 @dataclass(frozen=True)
@@ -54,16 +54,16 @@ def run_agreement(run_dir: Path | str) -> Agreement:
     recorded = reader.open_manifest(run_dir)
 
     def of_one(iteration: int) -> Agreement:
-        tokens = reader.read_tokens(run_dir, iterations=[iteration], columns=TOKENS, recorded=recorded)
-        updates = reader.read_updates(run_dir, iterations=[iteration], columns=UPDATES, recorded=recorded)
+        tokens = reader.read_tokens(run_dir, iterations=[iteration], columns=TOKENS_COMPARED, recorded=recorded)
+        updates = reader.read_updates(run_dir, iterations=[iteration], columns=UPDATES_COMPARED, recorded=recorded)
         return agreement_of(tokens, updates)
 
     return reduce(add, map(of_one, range(recorded.num_iterations)))
 
 
 def agreement_of(tokens: pd.DataFrame, updates: pd.DataFrame) -> Agreement:
-    """Count the unequal bits of one iteration, from the columns TOKENS and UPDATES of its tables."""
-    joined = updates.merge(tokens, on=KEY, how="left", validate="many_to_one")
+    """Count the unequal bits of one iteration, from TOKENS_COMPARED and UPDATES_COMPARED of its tables."""
+    joined = updates.merge(tokens, on=TOKEN_KEY, how="left", validate="many_to_one")
     rollout, old = (_float32(tokens, name) for name in ("rollout_logprobs", "old_logprobs"))
     is_first = (joined["epoch"] == 0) & (joined["minibatch"] == 0)
     ratios, values, again = _of_steps(joined)

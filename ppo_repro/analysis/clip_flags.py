@@ -1,43 +1,32 @@
 """Which tokens did the clip change? Each definition of "clipped" is a flag per token.
 
-Flags of this file are computed in float64, with strict inequalities. Analyses count tokens as clipped by
+Computed flags compare strictly, as training does. Analyses count tokens as clipped by
 
     what                                         where                      counted in
     ratio and advantage, for any clip range      `token_flags`              clipping.py
     ratio and advantage before any step          `clipped_at_start`         clipping.py, grid_outcomes.py: clip_floor
-    recorded ratio, whatever the advantage       `is_outside`               grid_outcomes.py: outside_fraction
-    recorded flag: the gradient was removed      recorded_flags.py          page_numbers.py, word_clip.py: removed,
+    ratio, whatever the advantage                `is_outside`               word_clip.py: outside,
+                                                                            grid_outcomes.py: outside_fraction
+    ratio of a whole word                        `is_outside`               word_clip.py: word_outside
+    recorded flag: the gradient was removed      `recorded_clipped`         page_numbers.py, word_clip.py: removed,
                                                                             grid_outcomes.py: clip_fraction
     the same in SQL, by response                 view/database.py           the column Clipped of `ppo-repro view`
-    ratio of a whole word                        tokenization/word_clip.py  word_clip.py: word_outside
     new and old value                            `value_flags`              clipping.py
+
+`outside_fraction` reads the recorded float32 ratios; all other ratios are computed again in float64.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from typing import Literal, assert_never
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from ppo_repro.base.errors import UserError
-from ppo_repro.config.algorithm import (
-    AdaptiveClipObjective,
-    Anchor,
-    CispoObjective,
-    ClipObjective,
-    FunctionObjective,
-    PenaltyObjective,
-    PolicyGradientObjective,
-    PPOConfig,
-    PredictedValue,
-    SequenceClipObjective,
-    UnclippedObjective,
-    ValueConfig,
-)
+from ppo_repro.analysis.clip_rules import ClipRule
+from ppo_repro.statistics.bits import Float32
 from ppo_repro.statistics.clusters import Floats
 
 Bool = npt.NDArray[np.bool_]
@@ -46,78 +35,10 @@ Bool = npt.NDArray[np.bool_]
 DISJOINT = ("clip_high", "clip_low", "wrong_high", "wrong_low", "outside_without_advantage")
 FLAGS = ("outside", *DISJOINT, "clip_dual", "removed")
 VALUE_FLAGS = ("value_outside", "value_removed")
+Effect = Literal["unchanged", "removed", "kept", "bounded", "unknown"]
 
 
-@dataclass(frozen=True)
-class ClipRule:
-    """Clip range of one iteration. Ratios in [1 - low, 1 + high] are in the band."""
-
-    unit: Literal["token", "response"]  # what a ratio is of
-    anchor: Anchor  # the denominator of the ratio
-    low: float
-    high: float
-    dual: float | None = None  # where the advantage is negative, ratios above it have no gradient
-
-
-def rule_or_reason(ppo: PPOConfig, recorded: float) -> ClipRule | str:
-    """Return the clip range of an iteration, or the reason why the objective has none.
-
-    `recorded` is the column `clip_range` of the table `iterations`, which only an adaptive objective has.
-    """
-    match ppo.objective:
-        case ClipObjective() as o:
-            return ClipRule("token", ppo.ratio_anchor, o.clip_range, o.high, o.dual_clip)
-        case AdaptiveClipObjective():
-            return ClipRule("token", ppo.ratio_anchor, recorded, recorded)
-        case SequenceClipObjective() as o:
-            return ClipRule("response", ppo.ratio_anchor, o.clip_range, o.high)
-        case CispoObjective():
-            return "bounds weights and clips nothing"
-        case FunctionObjective():
-            return "has bounds of its own"
-        case PenaltyObjective() | PolicyGradientObjective() | UnclippedObjective():
-            return "clips nothing"
-        case unknown:
-            assert_never(unknown)
-
-
-def clip_rule(ppo: PPOConfig, recorded: float) -> ClipRule | None:
-    """Return the clip range of `rule_or_reason`; None if the objective clips no ratio, or has bounds of its own."""
-    rule = rule_or_reason(ppo, recorded)
-    return rule if isinstance(rule, ClipRule) else None
-
-
-def token_rule(ppo: PPOConfig, recorded: float) -> ClipRule | None:
-    """Return `clip_rule` if it bounds the ratio of each token, otherwise None."""
-    rule = clip_rule(ppo, recorded)
-    return rule if rule is not None and rule.unit == "token" else None
-
-
-def counted_rule(ppo: PPOConfig, recorded: float, band: tuple[float, float] | None = None) -> ClipRule:
-    """Return the rule by which tokens are counted: `band` (low, high), or by default the run's own `token_rule`.
-
-    Raises UserError if the objective does not clip token ratios and `band` is None, or for a wrong band.
-    """
-    if band is not None:
-        low, high = band
-        if not (0.0 < low < 1.0 and 0.0 < high < np.inf):
-            raise UserError(f"clip range = {low:g}, {high:g}: the lower must be between 0 and 1, the upper above 0")
-        return ClipRule("token", ppo.ratio_anchor, low, high)
-    rule = rule_or_reason(ppo, recorded)
-    if isinstance(rule, ClipRule) and rule.unit == "token":
-        return rule
-    why = "clips whole responses" if isinstance(rule, ClipRule) else rule
-    raise UserError(
-        f"ppo.objective.kind = {ppo.objective.kind} {why}, only clip and adaptive_clip clip by the token's ratio; "
-        "give a clip range to see what it would have clipped"
-    )
-
-
-def value_reach(value: ValueConfig, return_scale: float) -> float:
-    """Return how far a value moves from its old prediction before it is clipped, reward units; inf without a clip."""
-    if not isinstance(value, PredictedValue) or value.clip_range is None:
-        return math.inf
-    return value.clip_range * (return_scale if value.normalize_returns else 1.0)
+# computed flags
 
 
 def column(rows: pd.DataFrame, name: str) -> Floats:
@@ -131,9 +52,19 @@ def ratios_of(log_ratios: Floats) -> Floats:
         return np.exp(log_ratios)
 
 
-def is_outside(ratios: Floats, low: float, high: float) -> Bool:
-    """Return which ratios [N] are below 1 - low or above 1 + high, bool [N], whatever the advantage."""
-    return (ratios < 1.0 - low) | (ratios > 1.0 + high)
+def _below_and_above(ratios: Floats | Float32, rule: ClipRule) -> tuple[Bool, Bool]:
+    """Return which ratios [N] are below 1 - low, and which are above 1 + high, both bool [N].
+
+    The bounds are rounded to the precision of the ratios, so recorded ratios have the bounds of training, float32.
+    """
+    low, high = (ratios.dtype.type(bound) for bound in (1.0 - rule.low, 1.0 + rule.high))
+    return ratios < low, ratios > high
+
+
+def is_outside(ratios: Floats | Float32, rule: ClipRule) -> Bool:
+    """Return which ratios [N] are outside the band of the rule, bool [N], whatever the advantage."""
+    below, above = _below_and_above(ratios, rule)
+    return below | above
 
 
 def flags_of_ratios(ratios: Floats, advantages: Floats, rule: ClipRule) -> dict[str, Bool]:
@@ -148,16 +79,16 @@ def flags_of_ratios(ratios: Floats, advantages: Floats, rule: ClipRule) -> dict[
     clip_dual: r > dual and A < 0, only with a dual clip
     removed: clip_high, clip_low or clip_dual; the token has no policy gradient
     """
-    above, below = ratios > 1.0 + rule.high, ratios < 1.0 - rule.low
+    below, above = _below_and_above(ratios, rule)
     up, down = advantages > 0, advantages < 0
     beyond = np.zeros(len(ratios), dtype=bool) if rule.dual is None else (ratios > rule.dual) & down
     return {
-        "outside": is_outside(ratios, rule.low, rule.high),
+        "outside": below | above,
         "clip_high": above & up,
         "clip_low": below & down,
         "wrong_high": above & down,
         "wrong_low": below & up,
-        "outside_without_advantage": (above | below) & (advantages == 0),
+        "outside_without_advantage": (below | above) & (advantages == 0),
         "clip_dual": beyond,
         "removed": above & up | below & down | beyond,
     }
@@ -187,3 +118,56 @@ def value_flags(rows: pd.DataFrame, reach: float) -> pd.DataFrame:
     outside = np.abs(moved) > reach
     farther = (old + np.clip(moved, -reach, reach) - returns) ** 2 > (new - returns) ** 2
     return pd.DataFrame({"value_outside": outside, "value_removed": outside & farther}, index=rows.index)
+
+
+# recorded flags: their words, what they say about the gradient, and their colours in charts
+
+
+@dataclass(frozen=True)
+class RecordedFlag:
+    """Meaning of a value of the column `clip_flag`.
+
+    `effect` on the token's gradient: unchanged, removed by the clip, kept although the ratio is outside the band, kept
+    with a bounded weight, or unknown because the objective does not say.
+    """
+
+    words: str
+    effect: Effect
+
+    @property
+    def is_drawn(self) -> bool:
+        """Return whether the flag has a line in the chart of flags."""
+        return self.effect not in ("unchanged", "unknown")
+
+
+# `ClipFlag` of ppo/objectives.py, whose module imports torch; style.css has the class f-NAME of each but `none`
+RECORDED_FLAGS = {
+    "none": RecordedFlag("unchanged", "unchanged"),
+    "clip_high": RecordedFlag("clipped high", "removed"),
+    "clip_low": RecordedFlag("clipped low", "removed"),
+    "clip_dual": RecordedFlag("clipped dual", "removed"),
+    "wrong_high": RecordedFlag("wrong side, high", "kept"),
+    "wrong_low": RecordedFlag("wrong side, low", "kept"),
+    "bound_high": RecordedFlag("weight bounded above", "bounded"),
+    "bound_low": RecordedFlag("weight bounded below", "bounded"),
+    "unknown": RecordedFlag("the objective does not say", "unknown"),
+}
+DRAWN = {name: flag.words for name, flag in RECORDED_FLAGS.items() if flag.is_drawn}
+
+
+def flags_with(effect: Effect) -> list[str]:
+    """Return the names of the flags with an effect."""
+    return [name for name, flag in RECORDED_FLAGS.items() if flag.effect == effect]
+
+
+def recorded_clipped(flags: pd.Series) -> Bool:
+    """Return which flags of the column `clip_flag` say that the clip removed the gradient, bool [N]; null does not."""
+    return flags.isin(flags_with("removed")).to_numpy(np.bool_)
+
+
+def flag_legend() -> list[dict[str, str]]:
+    """Return the name, words and class of style.css of each flag, for token_view.js."""
+    return [
+        {"name": name, "words": flag.words, "class": "" if flag.effect == "unchanged" else f"f-{name}"}
+        for name, flag in RECORDED_FLAGS.items()
+    ]

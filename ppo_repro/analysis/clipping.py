@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -18,25 +19,23 @@ from ppo_repro.analysis.clip_flags import (
     FLAGS,
     VALUE_FLAGS,
     Bool,
-    ClipRule,
     clipped_at_start,
     column,
-    counted_rule,
     ratios_of,
     token_flags,
     value_flags,
-    value_reach,
 )
-from ppo_repro.analysis.pairs import own_iterations
+from ppo_repro.analysis.clip_rules import ClipRule, counted_rule, value_reach
+from ppo_repro.analysis.iterations import own_iterations
 from ppo_repro.base.errors import UserError
 from ppo_repro.records import reader
 from ppo_repro.records.folder import load_recorded_config
+from ppo_repro.records.logprob_pairs import KEY_IN_ITERATION
 from ppo_repro.statistics.clusters import Floats, effective_share
 from ppo_repro.statistics.kl import k1, k3
 
-TOKEN = ["sequence", "position"]
-STEP = ["epoch", "minibatch"]
-TOKEN_COLUMNS = [
+STEP_KEY = ["epoch", "minibatch"]
+CLIP_TOKEN_COLUMNS = [
     *("iteration", "sequence", "position", "rollout_logprobs", "old_logprobs", "entropies"),
     *("values", "advantages", "returns"),
 ]
@@ -53,7 +52,7 @@ class IterationRows:
     rule: ClipRule
     value_reach: float
     steps: pd.DataFrame  # epoch, minibatch in order
-    rows: pd.DataFrame  # rows of `updates` with TOKEN_COLUMNS of their token, and float64 log_ratios
+    rows: pd.DataFrame  # rows of `updates` with CLIP_TOKEN_COLUMNS of their token, and float64 log_ratios
 
 
 def join_tokens(tokens: pd.DataFrame, updates: pd.DataFrame, anchor: str) -> pd.DataFrame:
@@ -61,7 +60,7 @@ def join_tokens(tokens: pd.DataFrame, updates: pd.DataFrame, anchor: str) -> pd.
 
     The order of `updates` is kept. Raises UserError if a row has no token.
     """
-    rows = updates.merge(tokens, on=TOKEN, how="inner", validate="many_to_one")
+    rows = updates.merge(tokens, on=KEY_IN_ITERATION, how="inner", validate="many_to_one")
     if len(rows) != len(updates):
         raise UserError(f"{len(updates) - len(rows)} rows of updates have no row in tokens; the records are damaged")
     new = rows["new_logprobs"].to_numpy(np.float64)
@@ -91,13 +90,13 @@ def load_iterations(
         index = int(row["iteration"])
         rule = counted_rule(config.ppo, float(row["clip_range"]), band)
         one = [index]
-        tokens = reader.read_tokens(run_dir, iterations=one, columns=TOKEN_COLUMNS, recorded=recorded)
+        tokens = reader.read_tokens(run_dir, iterations=one, columns=CLIP_TOKEN_COLUMNS, recorded=recorded)
         updates = reader.read_updates(run_dir, iterations=one, recorded=recorded).drop(columns="iteration")
         yield IterationRows(
             iteration=index,
             rule=rule,
             value_reach=value_reach(config.value, float(row["return_scale"])),
-            steps=reader.read_steps(run_dir, iterations=one, columns=STEP, recorded=recorded),
+            steps=reader.read_steps(run_dir, iterations=one, columns=STEP_KEY, recorded=recorded),
             rows=join_tokens(tokens, updates, rule.anchor),
         )
 
@@ -180,7 +179,7 @@ def clip_step(item: IterationRows) -> pd.DataFrame:
     floor = clipped_at_start(policy, item.rule)
     policy = policy.join(token_flags(policy, item.rule)).assign(mass=surrogate_mass(policy), clip_floor=floor)
     moved = moved.join(value_flags(moved, item.value_reach))
-    policy_steps, value_steps = (rows.groupby(STEP).indices for rows in (policy, moved))
+    policy_steps, value_steps = (rows.groupby(STEP_KEY).indices for rows in (policy, moved))
     table = []
     for number, step in enumerate(zip(item.steps["epoch"], item.steps["minibatch"], strict=True)):
         key = {"iteration": item.iteration, "epoch": step[0], "minibatch": step[1], "step": number}
@@ -256,43 +255,71 @@ def require_target_kl(target_kl: float) -> None:
         raise UserError(f"target_kl = {target_kl:g}: must be a positive number (nats per token)")
 
 
-def early_stop(by_step: pd.DataFrame, target_kl: float) -> pd.DataFrame:
-    """Return the steps of each iteration up to an early stop, at the first step whose estimate exceeds `target_kl`.
+class EarlyStop(NamedTuple):
+    """Where one estimate would have stopped the epochs of an iteration: a row of `early_stop`."""
 
-    The frame has one row per iteration and estimate, from the rows `all` of `clip_step`. The estimates are k1 and k3 of
-    KL(anchor || new), token means in nats. steps_taken includes the step that measured the estimate; without a stop it
-    counts all recorded steps. The records cannot say what would have followed a stop. Raises UserError for a target
-    that is not positive.
+    iteration: int
+    estimate: str  # of ESTIMATES
+    stopped: bool
+    steps_taken: int  # with the step that measured the estimate; all recorded steps without a stop
+    steps: int
+
+
+def early_stop(by_step: pd.DataFrame, target_kl: float) -> pd.DataFrame:
+    """Return an `EarlyStop` per iteration and estimate: it stops at the first step whose estimate exceeds `target_kl`.
+
+    The rows `all` of `clip_step` have the estimates, k1 and k3 of KL(anchor || new), token means in nats. The records
+    cannot say what would have followed a stop. Raises UserError for a target that is not positive.
     """
     require_target_kl(target_kl)
-    table = []
-    for iteration, group in _steps_taken(by_step).sort_values("step").groupby("iteration", sort=True):
+    stops = []
+    for _, group in _steps_taken(by_step).sort_values("step").groupby("iteration", sort=True):
+        iteration = int(group["iteration"].iloc[0])
         for estimate in ESTIMATES:
             above = np.flatnonzero(group[estimate].to_numpy() > target_kl)
             taken = int(above[0]) + 1 if len(above) else len(group)
-            row = {"stopped": bool(len(above)), "steps_taken": taken, "steps": len(group)}
-            table.append({"iteration": iteration, "estimate": estimate, **row})
-    return pd.DataFrame(table)
+            stops.append(EarlyStop(iteration, estimate, bool(len(above)), taken, len(group)))
+    return pd.DataFrame(stops, columns=EarlyStop._fields)
 
 
-def over_all_steps(by_step: pd.DataFrame) -> dict[str, float]:
-    """Return the numbers of a whole run, from the rows `all` of `clip_step`.
+class RunClipping(NamedTuple):
+    """What the clip did in a whole run. A mean without further words is over the token visits."""
 
-    n_tokens, n_steps, n_iterations: counts of token visits, steps and iterations
-    FLAGS, beyond_twice, clip_floor, k1, k3: means over the token visits
-    removed_min, removed_max, ratio_min, ratio_max: extremes over the steps
-    removed_mass: mean over the steps; NaN at the record level `lean`
-    """
+    n_tokens: int  # visits: a token counts once in each step
+    n_steps: int
+    n_iterations: int
+    outside: float  # means of FLAGS
+    clip_high: float
+    clip_low: float
+    wrong_high: float
+    wrong_low: float
+    outside_without_advantage: float
+    clip_dual: float
+    removed: float
+    beyond_twice: float
+    clip_floor: float
+    k1: float
+    k3: float
+    removed_min: float  # of a step
+    removed_max: float
+    ratio_min: float
+    ratio_max: float
+    removed_mass: float  # mean over the steps; NaN at the record level `lean`
+
+
+def over_all_steps(by_step: pd.DataFrame) -> RunClipping:
+    """Return the numbers of a whole run, from the rows `all` of `clip_step`."""
     steps = _steps_taken(by_step)
     averaged = (*FLAGS, "beyond_twice", "clip_floor", *ESTIMATES)
-    return {
-        "n_tokens": int(steps["n_tokens"].sum()),
-        "n_steps": len(steps),
-        "n_iterations": steps["iteration"].nunique(),
-        **{name: float(np.average(steps[name], weights=steps["n_tokens"])) for name in averaged},
-        "removed_min": float(steps["removed"].min()),
-        "removed_max": float(steps["removed"].max()),
-        "ratio_min": float(steps["ratio_min"].min()),
-        "ratio_max": float(steps["ratio_max"].max()),
-        "removed_mass": float(steps["removed_mass"].mean()),
-    }
+    means = {name: float(np.average(steps[name], weights=steps["n_tokens"])) for name in averaged}
+    return RunClipping(
+        n_tokens=int(steps["n_tokens"].sum()),
+        n_steps=len(steps),
+        n_iterations=steps["iteration"].nunique(),
+        removed_min=float(steps["removed"].min()),
+        removed_max=float(steps["removed"].max()),
+        ratio_min=float(steps["ratio_min"].min()),
+        ratio_max=float(steps["ratio_max"].max()),
+        removed_mass=float(steps["removed_mass"].mean()),
+        **means,
+    )

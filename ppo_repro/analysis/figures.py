@@ -6,8 +6,8 @@
     figures.agreement_figure([RUN_1, RUN_2], right)
     right.figure.savefig("learning.pdf")
 
-`learning_figure`, `agreement_figure` and `mismatch_figure` draw runs; `settings_figure`, `differences_figure` and
-`across_figure` draw a grid.
+`learning_figure`, `agreement_figure` and `mismatch_figure` draw runs; `settings_figure` and `differences_figure` draw a
+grid.
 
 README.md shows the figure above: `learning_figure` of runs of `experiments/quickstart.yaml` with `seed` 0 to 4, and
 `agreement_figure` of these runs and of the same runs with `numerics.mode=native`.
@@ -16,7 +16,6 @@ README.md shows the figure above: `learning_figure` of runs of `experiments/quic
 from __future__ import annotations
 
 import io
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -28,18 +27,19 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from ppo_repro.analysis.grid_outcomes import MEASURES
-from ppo_repro.analysis.grid_table import comparisons, rank_correlation
-from ppo_repro.analysis.pairs import deltas, own_iterations
-from ppo_repro.analysis.significance import finite_of, one_sample, t_interval
+from ppo_repro.analysis.grid_table import comparisons
+from ppo_repro.analysis.iterations import own_iterations
+from ppo_repro.analysis.mean_text import finite_of
+from ppo_repro.analysis.significance import one_sample, t_interval
 from ppo_repro.base.errors import UserError
 from ppo_repro.config.run import RunConfig
 from ppo_repro.records import reader
 from ppo_repro.records.folder import load_recorded_config
+from ppo_repro.records.logprob_pairs import deltas
 from ppo_repro.records.manifest import require_responses
 
 CURVES = ["iteration", "tokens", "unequal_old_rollout_logprobs", "eval_accuracy"]
-GOOD = (0.1, 0.4)  # shares of clipped tokens that are called good
-RUN, MEAN, SHADE = "#0072b2", "#d55e00", "#00835f"
+RUN, MEAN = "#0072b2", "#d55e00"
 STYLE: Any = {
     "figure.figsize": (9, 3.3), "figure.dpi": 80, "figure.constrained_layout.use": True, "figure.facecolor": "white",
     "font.family": "DejaVu Sans", "font.size": 9.5, "axes.titlesize": 10.5, "axes.titlelocation": "left",
@@ -190,40 +190,6 @@ def differences_figure(cells: pd.DataFrame, measure: str, axes: Axes | None = No
     axes.set_yticks(rows, names)
     axes.invert_yaxis()
     axes.set(title=f"{measure} minus that of {against}, 95 % intervals", xlabel="difference")
-    return axes
-
-
-def across_figure(cells: pd.DataFrame, share: str, measure: str, axes: Axes | None = None) -> Axes:
-    """Draw a measure of each run over the run's clipped share, and shade the range that rules of thumb recommend.
-
-    A label is at the mean of its setting, and counts the runs whose numbers are not finite. The title names settings
-    without a finite run.
-
-    Args:
-        cells: the frame of `outcomes`.
-        share: a field of `ClipShares`, on the x axis.
-        axes: where to draw; None makes new axes.
-
-    Returns:
-        The axes.
-    """
-    axes = axes or new_axes(8.0, 4.2)[0]
-    axes.axvspan(*GOOD, color=SHADE, alpha=0.12)
-    axes.plot(cells[share], cells[measure], "o", color=RUN, alpha=0.55, markersize=5)
-    lost = list[str]()
-    for point, group in cells.groupby("point", sort=False):
-        finite, others = finite_of(group[[share, measure]])
-        if not len(finite):
-            lost.append(f"; {point} is not finite")
-            continue
-        x, y = finite.mean(axis=0)
-        axes.plot([x], [y], "_", color=MEAN, markersize=11, markeredgewidth=2.5)
-        axes.annotate(f"{point}{others}", (x, y), xytext=(7, -3), textcoords="offset points")
-    rank = rank_correlation(cells, share, measure)
-    ends = "" if math.isnan(rank.low) else f" [{rank.low:.2f}, {rank.high:.2f}]"
-    found = "no rank correlation" if math.isnan(rank.value) else f"rank correlation {rank.value:.2f}{ends}"
-    title = "".join([found, *lost])
-    axes.set(title=title, xlabel=MEASURES[share].meaning, ylabel=measure)
     return axes
 
 

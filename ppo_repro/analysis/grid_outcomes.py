@@ -11,22 +11,23 @@ from typing import NamedTuple
 import numpy as np
 import pandas as pd
 
-from ppo_repro.analysis.clip_flags import clip_rule, clipped_at_start, column, is_outside, token_rule
-from ppo_repro.analysis.pairs import deltas, own_iterations
-from ppo_repro.analysis.recorded_flags import recorded_clipped
+from ppo_repro.analysis.clip_flags import clipped_at_start, is_outside, recorded_clipped
+from ppo_repro.analysis.clip_rules import clip_rule, token_rule
+from ppo_repro.analysis.iterations import own_iterations
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.output import say
 from ppo_repro.config.algorithm import FunctionObjective
 from ppo_repro.records import reader
 from ppo_repro.records.folder import load_recorded_config
 from ppo_repro.records.grid import CELLS, axes_of, read_grid_table
+from ppo_repro.records.logprob_pairs import deltas
 from ppo_repro.records.manifest import Manifest
 from ppo_repro.statistics.kl import k3
 
-LAST = FIRST = 5  # iterations
-AT_THE_END = slice(-LAST, None)
+LAST_FEW = FIRST_FEW = 5  # iterations
+AT_THE_START, AT_THE_END = slice(FIRST_FEW), slice(-LAST_FEW, None)
 ACCURACY = "eval_accuracy"
-TOKENS = ("old_logprobs", "rollout_logprobs", "advantages")
+MISMATCH_TOKEN_COLUMNS = ("old_logprobs", "rollout_logprobs", "advantages")
 
 
 @dataclass(frozen=True)
@@ -47,12 +48,13 @@ MEASURES = {
     measure.name: measure
     for measure in (
         Measure(ACCURACY, "{:.3f}", "greedy accuracy on held-out prompts after training"),
-        Measure("score_mean", "{:.3f}", f"mean score of the sampled responses, last {LAST} iterations", AT_THE_END),
+        Measure("score_mean", "{:.3f}", f"mean score of the sampled responses, last {LAST_FEW} iterations", AT_THE_END),
         Measure("ref_kl_per_sequence", "{:.2f}",
-            f"KL(policy || reference), exact, seq_mean_token_sum, nats, last {LAST} iterations", AT_THE_END),
-        Measure("entropy", "{:.2f}", f"entropy of the policy, token mean, nats, last {LAST} iterations", AT_THE_END),
+            f"KL(policy || reference), exact, seq_mean_token_sum, nats, last {LAST_FEW} iterations", AT_THE_END),
+        Measure("entropy", "{:.2f}",
+            f"entropy of the policy, token mean, nats, last {LAST_FEW} iterations", AT_THE_END),
         Measure("explained_variance", "{:.2f}",
-            f"explained variance of the value model, first {FIRST} iterations", slice(FIRST), may_be_missing=True),
+            f"explained variance of the value model, first {FIRST_FEW} iterations", AT_THE_START, may_be_missing=True),
         Measure("k3", "{:.1e}", "KL(rollout || old) by k3, token mean, nats, all iterations"),
         Measure("clip_floor", "{:.2%}",
             "share of response tokens whose gradient the clip would remove before any step, by mismatch alone",
@@ -106,7 +108,7 @@ def clip_shares_of_cell(run_dir: Path) -> ClipShares:
             return ClipShares(math.nan, math.nan)
         count, removed = count + len(visits), removed + int(recorded_clipped(visits["clip_flag"]).sum())
         if (rule := clip_rule(ppo, clip_range)) is not None:
-            outside += float(is_outside(column(visits, "ratios"), rule.low, rule.high).sum())
+            outside += float(is_outside(visits["ratios"].to_numpy(np.float32), rule).sum())
     return ClipShares(removed / count, outside / count)
 
 
@@ -120,7 +122,7 @@ def mismatch_of_cell(run_dir: Path) -> CellMismatch:
     recorded, ppo = reader.open_manifest(run_dir), load_recorded_config(run_dir).ppo
     count, k3_sum, removed = 0, 0.0, 0.0
     for iteration, clip_range in _recorded_ranges(run_dir, recorded):
-        tokens = reader.read_tokens(run_dir, iterations=[iteration], columns=TOKENS, recorded=recorded)
+        tokens = reader.read_tokens(run_dir, iterations=[iteration], columns=MISMATCH_TOKEN_COLUMNS, recorded=recorded)
         count += len(tokens)
         apart, rule = deltas(tokens), token_rule(ppo, clip_range)
         k3_sum += float(k3(-apart).sum())

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import pandas as pd
 
 from ppo_repro.analysis.mismatch_buckets import Buckets, bucket_sums
-from ppo_repro.analysis.pairs import NO_TOKEN, iteration_of, masked_tokens
 from ppo_repro.base.errors import UserError
+from ppo_repro.records.logprob_pairs import NO_TOKEN, iteration_of, masked_tokens
 from ppo_repro.statistics.mismatch_metrics import (
     METRICS,
     MismatchSums,

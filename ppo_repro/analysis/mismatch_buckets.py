@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -27,16 +28,6 @@ BUCKET_EDGES = {
     LAG: DOUBLING,
     TURN: DOUBLING,
     ROUTE: tuple(float(index) for index in range(len(ROUTES) + 1)),
-}
-# of METRICS, by the token; the columns of `bucket_table` after n_tokens
-_METRICS = {
-    "abs_p99": "token",
-    "abs_max": "token",
-    "abs_mean": "token_mean",
-    "prob_abs_mean": "token_mean",
-    "k1": "token_mean",
-    "k3": "token_mean",
-    "frac_bitwise_equal": "token_mean",
 }
 Buckets = dict[tuple[str, int], MismatchSums]  # by kind and index of the bucket; no empty bucket
 
@@ -62,19 +53,48 @@ def bucket_sums(tokens: pd.DataFrame) -> Buckets:
     return sums
 
 
-def bucket_table(parts: Sequence[Buckets]) -> pd.DataFrame:
-    """Return one row per kind and bucket that has tokens, from `bucket_sums` of several iterations.
+class BucketRow(NamedTuple):
+    """METRICS over the finite tokens of a bucket [lo, hi), in the unit of its kind: a row of `bucket_table`."""
 
-    The table has no rows of a kind if the source lacks its column. The columns are kind, the bucket [lo, hi) in the
-    unit of the kind, n_tokens (the number of finite tokens), and METRICS over these tokens: abs_p99, abs_max, abs_mean,
-    prob_abs_mean, k1, k3 and frac_bitwise_equal.
+    kind: str
+    lo: float
+    hi: float
+    n_tokens: int
+    abs_p99: float
+    abs_max: float
+    abs_mean: float
+    prob_abs_mean: float
+    k1: float
+    k3: float
+    frac_bitwise_equal: float
+
+
+def bucket_table(parts: Sequence[Buckets]) -> pd.DataFrame:
+    """Return a `BucketRow` per kind and bucket that has tokens, from `bucket_sums` of several iterations.
+
+    The table has no rows of a kind if the source lacks its column.
     """
-    rows = []
-    for kind, edges in BUCKET_EDGES.items():
-        for k, (lo, hi) in enumerate(pairwise(edges)):
-            if sums := [part[kind, k] for part in parts if (kind, k) in part]:
-                values = metric_values(merged_sums(sums))
-                metrics = {name: values[name, reduction] for name, reduction in _METRICS.items()}
-                count = int(values["n_tokens", "count"])
-                rows.append({"kind": kind, "lo": lo, "hi": hi, "n_tokens": count, **metrics})
-    return pd.DataFrame(rows, columns=["kind", "lo", "hi", "n_tokens", *_METRICS])
+    rows = [
+        _row(kind, lo, hi, merged_sums(sums))
+        for kind, edges in BUCKET_EDGES.items()
+        for k, (lo, hi) in enumerate(pairwise(edges))
+        if (sums := [part[kind, k] for part in parts if (kind, k) in part])
+    ]
+    return pd.DataFrame(rows, columns=BucketRow._fields)
+
+
+def _row(kind: str, lo: float, hi: float, sums: MismatchSums) -> BucketRow:
+    values = metric_values(sums)
+    return BucketRow(
+        kind=kind,
+        lo=lo,
+        hi=hi,
+        n_tokens=int(values["n_tokens", "count"]),
+        abs_p99=values["abs_p99", "token"],
+        abs_max=values["abs_max", "token"],
+        abs_mean=values["abs_mean", "token_mean"],
+        prob_abs_mean=values["prob_abs_mean", "token_mean"],
+        k1=values["k1", "token_mean"],
+        k3=values["k3", "token_mean"],
+        frac_bitwise_equal=values["frac_bitwise_equal", "token_mean"],
+    )

@@ -15,9 +15,9 @@ import numpy.typing as npt
 import pandas as pd
 
 from ppo_repro.analysis.clip_flags import Bool, ratios_of
-from ppo_repro.analysis.pairs import NO_TOKEN
 from ppo_repro.base.errors import UserError
 from ppo_repro.config.algorithm import ImportanceWeights, RatioRejection, Rejection, VetoRejection
+from ppo_repro.records.logprob_pairs import NO_TOKEN
 from ppo_repro.statistics.clusters import Floats, effective_share, exact_sum, mean
 from ppo_repro.statistics.kl import k2, k3
 

@@ -10,12 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 from scipy import optimize, stats
 
 from ppo_repro.statistics.clusters import Floats
 
-DRAWS = 999
+SIGN_FLIP_DRAWS = 999
 POWER = 0.8
 
 
@@ -45,16 +44,7 @@ def require_finite_samples(*samples: Floats) -> None:
             raise ValueError("a sample must have at least one value, and only finite ones")
 
 
-def finite_of(values: npt.ArrayLike) -> tuple[Floats, str]:
-    """Return the finite rows of `values`, and the text that counts the others: ` (2 not finite)`, "" for none."""
-    rows = np.asarray(values, np.float64)
-    is_finite = np.isfinite(rows)
-    finite = rows[is_finite if rows.ndim == 1 else is_finite.all(axis=1)]
-    others = len(rows) - len(finite)
-    return finite, f" ({others} not finite)" if others else ""
-
-
-def sign_flip(values: Floats, rng: np.random.Generator, draws: int = DRAWS) -> Permutation:
+def sign_flip(values: Floats, rng: np.random.Generator, draws: int = SIGN_FLIP_DRAWS) -> Permutation:
     """Test by sign changes H0: each value is as likely as its negative. The statistic is the mean, p is two-sided.
 
     The test takes all 2**n sign changes if they are at most `draws` + 1, and otherwise `draws` random sign changes
@@ -114,13 +104,6 @@ def t_interval(estimate: Estimate, level: float) -> tuple[float, float]:
         return math.nan, math.nan
     low, high = stats.t.interval(level, estimate.df, estimate.mean, estimate.se)
     return float(low), float(high)
-
-
-def with_interval(form: str, mean: float, low: float, high: float) -> str:
-    """Return "mean [low, high]" as text, only the mean if low is NaN, and "not finite" if the mean is NaN."""
-    if math.isnan(mean):
-        return "not finite"
-    return form.format(mean) if math.isnan(low) else f"{form} [{form}, {form}]".format(mean, low, high)
 
 
 def tost(estimate: Estimate, margin: float) -> float:

@@ -1,8 +1,9 @@
 """Read pairs of log-probs of the same token from a recorded run, without torch.
 
-A chunk is a frame of pairs, of a run or of a dump (`testing.pairs`). It has one row per token, in the order of KEY, and
-the columns PAIR: the place of the token, its id, and its float32 log-probs (nats) by the sampler (a) and by the trainer
-(b). `statistics.mismatch_metrics` measures how far apart they are. If the source has them, a chunk also has the columns
+A chunk is a frame of pairs, of a run or of a dump (`testing.pairs`). It has one row per token, in the order of
+TOKEN_KEY, and the columns PAIR: the place of the token, its id, and its float32 log-probs (nats) by the sampler (a) and
+by the trainer (b). `statistics.mismatch_metrics` measures how far apart they are. If the source has them, a chunk also
+has the columns
 
     entropies, log_kept_mass: float32, nats
     prob_sq_sums: float32, sums of the squared probabilities
@@ -11,6 +12,8 @@ the columns PAIR: the place of the token, its id, and its float32 log-probs (nat
     policy_lag: int32, how many iterations older the weights were that sampled the token
     turn: int32, of the model, from 0: how often the environment spoke before
     route: int32, an index into ROUTES: whether sampler and trainer chose the same experts
+
+A chunk of a dump has `attrs`: `masked`, the number of tokens that a mask removed, possibly all, and `iteration`.
 """
 
 from __future__ import annotations
@@ -25,18 +28,35 @@ import pandas as pd
 from ppo_repro.records import reader
 from ppo_repro.records.folder import load_recorded_config
 from ppo_repro.records.manifest import Manifest, has_responses, require_responses
+from ppo_repro.statistics.clusters import Floats
 
-KEY = ["iteration", "sequence", "position"]
-PAIR = [*KEY, "token_id", "logprobs_a", "logprobs_b"]
+KEY_IN_ITERATION = ["sequence", "position"]
+TOKEN_KEY = ["iteration", *KEY_IN_ITERATION]
+PAIR = [*TOKEN_KEY, "token_id", "logprobs_a", "logprobs_b"]
 OPTIONAL = ["entropies", "prob_sq_sums", "cumulative_probs", "log_kept_mass", "advantages"]
 LAG, TURN, ROUTE = "policy_lag", "turn", "route"
 # "flipped": sampler and trainer chose different experts; after that, their later tokens see different pasts
 ROUTES = ("same", "same after a flip", "flipped")
 _ROUTE_COLUMNS = ["rollout_routes", "policy_routes"]
 _LAG_TURN_COLUMNS = ["sequence", "rollout_policy_versions", "is_forced"]
-_TOKEN = ["sequence", "position"]
+NO_TOKEN = "there is no token to compare; give a run or a file with responses"
 _SEQUENCES = ["sequence", "prompt_length", "response_length", "is_as_sampled"]
-_UPDATES = [*_TOKEN, "epoch", "minibatch", "new_logprobs"]
+_UPDATES = [*KEY_IN_ITERATION, "epoch", "minibatch", "new_logprobs"]
+
+
+def masked_tokens(chunk: pd.DataFrame) -> int:
+    """Return the number of tokens that a mask removed from a chunk; 0 for a run."""
+    return int(chunk.attrs.get("masked", 0))
+
+
+def iteration_of(chunk: pd.DataFrame) -> int:
+    """Return the iteration of a chunk, even if a mask removed every row."""
+    return int(chunk["iteration"].iloc[0] if len(chunk) else chunk.attrs["iteration"])
+
+
+def deltas(tokens: pd.DataFrame) -> Floats:
+    """Return old_logprobs - rollout_logprobs of each row of the table `tokens`, nats, float64."""
+    return tokens["old_logprobs"].to_numpy(np.float64) - tokens["rollout_logprobs"].to_numpy(np.float64)
 
 
 def pairs_of_iteration(run_dir: Path | str, recorded: Manifest, iteration: int) -> pd.DataFrame:
@@ -46,7 +66,7 @@ def pairs_of_iteration(run_dir: Path | str, recorded: Manifest, iteration: int) 
     """
     has_ids = has_responses(recorded)
     beside = ["token_id", *OPTIONAL, *_ROUTE_COLUMNS] if has_ids else []
-    columns = [*KEY, "rollout_logprobs", "old_logprobs", *beside]
+    columns = [*TOKEN_KEY, "rollout_logprobs", "old_logprobs", *beside]
     tokens = reader.read_tokens(run_dir, iterations=[iteration], columns=columns, recorded=recorded)
     renamed = tokens.rename(columns={"rollout_logprobs": "logprobs_a", "old_logprobs": "logprobs_b"})
     if not has_ids:
@@ -102,7 +122,8 @@ def run_evidence(run_dir: Path | str, recorded: Manifest) -> Iterator[pd.DataFra
         is_sampled = np.bool_(True) if as_sampled.isna().all() else np.concatenate(as_sampled.to_list()) == 1
         padding = np.maximum(faults.padding_leak - sequences["prompt_length"].to_numpy(), 0)
         first = updates[(updates["epoch"] == 0) & (updates["minibatch"] == 0)]
-        again = pairs[_TOKEN].merge(first[[*_TOKEN, "new_logprobs"]], on=_TOKEN, how="left", validate="1:1")
+        new = first[[*KEY_IN_ITERATION, "new_logprobs"]]
+        again = pairs[KEY_IN_ITERATION].merge(new, on=KEY_IN_ITERATION, how="left", validate="1:1")
         yield pairs.assign(
             logprobs_b_again=again["new_logprobs"].to_numpy(),
             # the records have the trainer's ids; where the sampler drew another token, its id is unknown: -1

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import pandas as pd
 
 from ppo_repro.base.errors import UserError
-from ppo_repro.records.logprob_pairs import KEY, PAIR
+from ppo_repro.records.logprob_pairs import PAIR, TOKEN_KEY
 from ppo_repro.statistics.bits import in_bfloat16, in_float16
 from ppo_repro.statistics.kl import Floats
 from ppo_repro.testing.dumps import ABOVE_0
@@ -90,7 +90,7 @@ class PatternSums:
 
 
 def pattern_sums(tokens: pd.DataFrame) -> PatternSums:
-    """Return the sums of one iteration from its `with_mismatch` rows, in the order of KEY."""
+    """Return the sums of one iteration from its `with_mismatch` rows, in the order of TOKEN_KEY."""
     if "token_id_b" in tokens:
         scored = tokens["token_id_b"].to_numpy(np.float64, na_value=np.nan)
         tokens = tokens.assign(id_differs=np.where(np.isnan(scored), np.nan, tokens["token_id"].to_numpy() != scored))
@@ -128,7 +128,7 @@ def _by_field(records: Sequence[Record]) -> Record:
 
 
 def ordered_pairs(pairs: pd.DataFrame) -> pd.DataFrame:
-    """Return the pairs in the order of KEY.
+    """Return the pairs in the order of TOKEN_KEY.
 
     Raises UserError on missing columns, log-probs not in float32, or repeated tokens.
     """
@@ -138,11 +138,11 @@ def ordered_pairs(pairs: pd.DataFrame) -> pd.DataFrame:
     for name in ("logprobs_a", "logprobs_b"):
         if pairs[name].dtype != np.float32:
             raise UserError(f"column {name} is {pairs[name].dtype}: must be float32, as computed, without rounding")
-    twice = pairs.duplicated(KEY)
+    twice = pairs.duplicated(TOKEN_KEY)
     if twice.any():
-        where = ", ".join(f"{name} {pairs.loc[twice, name].iloc[0]}" for name in KEY)
+        where = ", ".join(f"{name} {pairs.loc[twice, name].iloc[0]}" for name in TOKEN_KEY)
         raise UserError(f"pairs have the token at {where} twice; give each token one row")
-    return pairs.sort_values(KEY, kind="stable", ignore_index=True)
+    return pairs.sort_values(TOKEN_KEY, kind="stable", ignore_index=True)
 
 
 def _total(values: npt.ArrayLike) -> float:

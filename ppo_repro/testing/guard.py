@@ -10,7 +10,7 @@ import pandas as pd
 
 from ppo_repro.base.errors import UserError
 from ppo_repro.records import reader
-from ppo_repro.records.logprob_pairs import KEY, pairs_of_iteration
+from ppo_repro.records.logprob_pairs import TOKEN_KEY, pairs_of_iteration
 from ppo_repro.statistics.draws import NONE, Draws, draws_of
 from ppo_repro.statistics.mismatch_metrics import metric_values, mismatch_sums, with_mismatch
 from ppo_repro.testing.dump_formats import Names
@@ -18,7 +18,7 @@ from ppo_repro.testing.dumps import impossible
 from ppo_repro.testing.pairs import Source, imported_pairs, is_run
 
 SIDES = {"sampler": "logprobs_a", "trainer": "logprobs_b"}
-COLUMNS = [*KEY, *SIDES.values()]
+COLUMNS = [*TOKEN_KEY, *SIDES.values()]
 
 
 def _bits(value: float) -> str:

@@ -2,8 +2,7 @@
 
 A source is an iterator of chunks (`records.logprob_pairs`), one per iteration. Chunks of a dump also have the other
 columns of `testing.dump_formats.EXTRA` that the dump has, in float32; token_id is -1 without tokens.
-`chunk.attrs["masked"]` counts the tokens that a mask removed from the chunk, possibly all. Runs have no mask. Only a
-`.pt` dump loads torch.
+Only a `.pt` dump loads torch.
 """
 
 from __future__ import annotations

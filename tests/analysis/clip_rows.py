@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import pandas as pd
 
-from ppo_repro.analysis.clip_flags import ClipRule
+from ppo_repro.analysis.clip_rules import ClipRule
 from ppo_repro.analysis.clipping import IterationRows, join_tokens
 
 RULE = ClipRule("token", "old", 0.2, 0.2)

@@ -6,23 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ppo_repro.analysis.clip_flags import (
-    ClipRule,
-    clip_rule,
-    counted_rule,
-    flags_of_ratios,
-    token_flags,
-    token_rule,
-    value_flags,
-)
+from ppo_repro.analysis.clip_flags import flags_of_ratios, token_flags, value_flags
 from ppo_repro.analysis.clipping import load_iterations, policy_rows
-from ppo_repro.base.errors import UserError
-from ppo_repro.config.algorithm import PPOConfig
-from ppo_repro.config.section import Section
 from ppo_repro.records import reader
 from tests.analysis.clip_rows import RULE, make_item, single
 from tests.support.language import small_run
-from tests.support.runs import small_config
 
 UP, DOWN, INSIDE = np.log(1.5), np.log(0.5), np.log(1.1)
 
@@ -114,31 +102,3 @@ def test_flags_agree_under_every_kind_of_clip(name: str, tmp_path: Path) -> None
     assert_agrees_with_records(run_dir)
     if name.startswith("dual"):
         assert sum(token_flags(policy_rows(i), i.rule)["clip_dual"].sum() for i in load_iterations(run_dir)) > 0
-
-
-@pytest.mark.parametrize("kind", ["unclipped", "policy_gradient", "kl_penalty"])
-def test_an_objective_without_a_clip_is_refused_by_name(kind: str) -> None:
-    config = small_config(f"ppo.objective={{kind: {kind}}}")
-    assert clip_rule(config.ppo, np.nan) is None
-    with pytest.raises(UserError, match=f"ppo.objective.kind = {kind} clips nothing"):
-        counted_rule(config.ppo, np.nan)
-    assumed = counted_rule(config.ppo, np.nan, (0.1, 0.3))
-    assert (assumed.low, assumed.high, assumed.dual) == (0.1, 0.3, None)
-    for band in ((0.0, 0.2), (1.0, 0.2), (0.2, np.inf), (np.nan, 0.2)):
-        with pytest.raises(UserError, match="clip range"):
-            counted_rule(config.ppo, np.nan, band)
-
-
-def test_an_objective_that_no_rule_knows_does_not_clip_nothing() -> None:
-    with pytest.raises(AssertionError, match="unreachable"):
-        clip_rule(PPOConfig.model_construct(objective=Section()), np.nan)
-
-
-def test_the_rule_says_whether_it_bounds_tokens_or_responses() -> None:
-    by_response = small_config("ppo.objective={kind: sequence_clip, clip_range: 0.1, clip_range_high: 0.3}").ppo
-    adaptive = small_config("ppo.objective={kind: adaptive_clip, target_kl: 0.01}").ppo
-    assert clip_rule(by_response, np.nan) == ClipRule("response", by_response.ratio_anchor, 0.1, 0.3)
-    assert token_rule(by_response, np.nan) is None
-    with pytest.raises(UserError, match="sequence_clip clips whole responses"):
-        counted_rule(by_response, np.nan)
-    assert token_rule(adaptive, 0.05) == ClipRule("token", adaptive.ratio_anchor, 0.05, 0.05)

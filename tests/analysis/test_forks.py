@@ -11,10 +11,10 @@ import pytest
 
 from ppo_repro.analysis import grid_outcomes
 from ppo_repro.analysis.figures import agreement_figure, mismatch_figure, new_axes
-from ppo_repro.analysis.pairs import run_pairs
 from ppo_repro.analysis.report import build
 from ppo_repro.analysis.report.runs_page import runs_page
 from ppo_repro.analysis.report.two_runs_page import two_runs_page
+from ppo_repro.analysis.run_pairs import run_pairs
 from ppo_repro.base.errors import UserError
 from ppo_repro.records import reader
 from ppo_repro.runs.summary import summarise

@@ -12,7 +12,7 @@ import pytest
 from ppo_repro.analysis.buckets import bucket_of
 from ppo_repro.analysis.mismatch import mismatch_summary
 from ppo_repro.analysis.mismatch_buckets import bucket_sums, bucket_table
-from ppo_repro.analysis.pairs import run_pairs
+from ppo_repro.analysis.run_pairs import run_pairs
 from ppo_repro.statistics.mismatch_metrics import merged_sums, metric_values, mismatch_sums, with_mismatch
 from ppo_repro.testing.diagnosis import diagnose_chunks
 from ppo_repro.testing.guard import mismatch_of, pairs_of

@@ -8,8 +8,8 @@ import pandas as pd
 import pytest
 import torch
 
+from ppo_repro.analysis.clip_flags import DRAWN, RECORDED_FLAGS, flag_legend, recorded_clipped
 from ppo_repro.analysis.html import page
-from ppo_repro.analysis.recorded_flags import DRAWN, RECORDED_FLAGS, flag_legend, recorded_clipped
 from ppo_repro.analysis.report import build
 from ppo_repro.analysis.report.data.token_view import token_view
 from ppo_repro.ppo.objectives import ClipFlag, flag_names, removes_gradient

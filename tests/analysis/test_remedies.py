@@ -9,8 +9,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from ppo_repro.analysis.pairs import run_pairs
 from ppo_repro.analysis.remedies import PUBLISHED, Remedy, remedy_table
+from ppo_repro.analysis.run_pairs import run_pairs
 from ppo_repro.config.algorithm import ImportanceWeights
 from ppo_repro.records import reader
 from tests.support.cli import Cli

@@ -1,4 +1,4 @@
-"""The tables and figures of a grid: measures of a cell, comparisons by seed, correlations of shares."""
+"""The tables and figures of a grid: measures of a cell, comparisons by seed."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from xml.etree import ElementTree
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 
 from ppo_repro.analysis.clip_flags import token_flags
 from ppo_repro.analysis.clipping import clip_tables, load_iterations, over_all_steps, policy_rows
-from ppo_repro.analysis.figures import across_figure, differences_figure, svg
+from ppo_repro.analysis.figures import differences_figure
 from ppo_repro.analysis.grid_outcomes import (
     MEASURES,
     averaged_measures,
@@ -21,12 +22,15 @@ from ppo_repro.analysis.grid_outcomes import (
     mismatch_of_cell,
     outcomes,
 )
-from ppo_repro.analysis.grid_table import comparisons, rank_correlation
+from ppo_repro.analysis.grid_table import comparisons
 from ppo_repro.analysis.report.data.metrics import Quantity
 from ppo_repro.analysis.report.sections.grid_answer import answer_cards, main_effects, spread
 from ppo_repro.base.errors import UserError
 from ppo_repro.commands.analyses.table import answer
+from ppo_repro.config.algorithm import ClipObjective
+from ppo_repro.ppo.objectives import Clip, flag_names
 from ppo_repro.records import manifest, reader
+from ppo_repro.records.folder import load_recorded_config
 from tests.support.cli import Cli
 from tests.support.language import tiny_run
 
@@ -54,12 +58,8 @@ def test_comparisons_are_paired_by_seed_and_corrected() -> None:
     assert table.loc["y", "p_holm"] == pytest.approx(0.1483, abs=1e-4)
     with pytest.raises(UserError, match=r"^--against q: .* x; y; z$"):
         comparisons(found, "eval_accuracy", "q")
-    for ask in (
-        lambda cells: comparisons(cells, "eval_accuracy", "x"),
-        lambda cells: across_figure(cells, "clip_fraction", "eval_accuracy"),
-    ):
-        with pytest.raises(UserError, match=r"^y and x have different seeds"):
-            ask(found.drop(index=3))
+    with pytest.raises(UserError, match=r"^y and x have different seeds"):
+        comparisons(found.drop(index=3), "eval_accuracy", "x")
 
 
 def test_one_seed_has_a_difference_without_interval_and_one_setting_has_none() -> None:
@@ -74,28 +74,6 @@ def test_a_measure_has_the_digits_of_its_size() -> None:
     _, said = answer(grid_of({"x": [0.5] * 3, "y": [0.5] * 3}, k3=small), "k3", "x")
     assert "| x | 3 | 1.1e-06 ± 2.5e-07 |" in said
     assert "| y | +2.2e-06 [+1.5e-06, +2.9e-06] |" in said
-
-
-def test_the_rank_correlation_is_of_the_settings_and_its_interval_of_the_seeds() -> None:
-    accuracy = {"x": [0.1, 0.3], "y": [0.2, 0.2], "z": [0.9, 0.7]}
-    found = grid_of(accuracy, outside_fraction={"x": [0.5, 0.5], "y": [0.2, 0.2], "z": [0.1, 0.1]})
-    # means 0.2, 0.2, 0.8 have ranks 1.5, 1.5, 3, the shares 3, 2, 1: Spearman's correlation is -sqrt(3) / 2
-    rank = rank_correlation(found, "outside_fraction", "eval_accuracy")
-    assert rank.value == pytest.approx(-math.sqrt(3) / 2)
-    # one seed alone: ranks 1, 2, 3 give -1; the other alone: 2, 1, 3 give -0.5
-    assert (rank.low, rank.high) == (pytest.approx(-1.0), pytest.approx(-0.5))
-    assert math.isnan(rank_correlation(found, "clip_fraction", "eval_accuracy").value)
-    # seed 1 of x, y, z and seed 2 of z, y, x
-    assert rank_correlation(found.iloc[[0, 2, 4, 5, 3, 1]], "outside_fraction", "eval_accuracy") == rank
-
-
-@pytest.mark.parametrize("share", [0.5, math.nan])
-def test_a_share_that_a_setting_lacks_has_no_text(share: float) -> None:
-    outside = {"x": [0.25], "y": [0.125], "z": [share]}
-    _, said = answer(grid_of({"x": [0.1], "y": [0.2], "z": [0.9]}, outside_fraction=outside), "eval_accuracy", "x")
-    assert "nan" not in said
-    assert "clip_fraction and" not in said  # 0 everywhere
-    assert ("rank correlation of outside_fraction" in said) == ("| 50.0% | 1 |" in said) == (share == 0.5)
 
 
 @pytest.fixture
@@ -166,11 +144,26 @@ def test_a_sequence_clip_has_a_band_of_the_response(tmp_path: Path) -> None:
     assert clip_shares_of_cell(run_dir)[1] == ((ratios < 0.9) | (ratios > 1.2)).mean() > 0
 
 
+def test_a_recorded_ratio_at_a_bound_is_inside_as_in_training(
+    deterministic_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """1.2 in float32 is above 1.2 in float64."""
+    objective = load_recorded_config(deterministic_run).ppo.objective
+    assert isinstance(objective, ClipObjective)
+    low, high = np.float32(1.0 - objective.clip_range), np.float32(1.0 + objective.high)
+    ratios = np.array([low, high, np.nextafter(low, np.float32(0)), np.nextafter(high, np.float32(2))])
+    flags = Clip(objective.clip_range, objective.high).flags(torch.from_numpy(ratios), torch.ones(4))
+    visits = pd.DataFrame({"clip_flag": flag_names(flags), "ratios": ratios})
+    monkeypatch.setattr(reader, "read_updates", lambda *_, **__: visits)
+    assert visits["clip_flag"].tolist() == ["none", "none", "wrong_low", "clip_high"]
+    assert clip_shares_of_cell(deterministic_run).outside_fraction == 0.5
+
+
 def test_the_clip_floor_of_an_adaptive_clip_is_by_the_range_of_each_iteration(tmp_path: Path) -> None:
     options = ("ppo.iterations=3", "ppo.epochs=1", "rollout.mismatch_sigma=0.3")  # an epoch visits each token once
     run_dir = tiny_run(tmp_path, *options, "ppo.objective={kind: adaptive_clip, target_kl: 1e-6}")
     assert reader.read_iterations(run_dir)["clip_range"].nunique() > 1
-    floor = over_all_steps(clip_tables(run_dir).by_step)["clip_floor"]
+    floor = over_all_steps(clip_tables(run_dir).by_step).clip_floor
     assert floor > 0
     assert mismatch_of_cell(run_dir).clip_floor == pytest.approx(floor)
 
@@ -183,10 +176,9 @@ def test_the_commands(grid: Path, tmp_path: Path, cli: Cli) -> None:
     assert [cell["seed"] for cell in table["cells"]] == [7, 7]
     (difference,) = table["differences"]
     assert difference["difference"] == table["cells"][1]["eval_accuracy"] - table["cells"][0]["eval_accuracy"]
-    assert table["rank_correlations"] == {}
-    for kind, folder in (("settings", grid), ("across", grid), ("differences", grid)):
+    for kind in ("settings", "differences"):
         for _ in range(2):  # over nothing, and over an earlier figure
-            cli.done("analyse", "figure", kind, tmp_path / "f.svg", folder)
+            cli.done("analyse", "figure", kind, tmp_path / "f.svg", grid)
         said = " ".join(ElementTree.fromstring((tmp_path / "f.svg").read_text()).itertext())
         assert "deterministic" in said
         assert "native" in said
@@ -213,10 +205,10 @@ def test_a_measure_that_a_setting_lacks_is_not_finite(deterministic_run: Path, t
             said = cli.done("analyse", "table", tmp_path, "--measure", measure)
             assert "\n| lacks | 1 | not finite |" in said
             assert "\n| lacks too | not finite |  |  |" in said
-            for kind in ("settings", "differences", "across"):
+            for kind in ("settings", "differences"):
                 cli.done("analyse", "figure", kind, tmp_path / "f.svg", tmp_path, "--measure", measure)
                 drawn = " ".join(ElementTree.fromstring((tmp_path / "f.svg").read_text()).itertext())
-                assert kind == "across" or "lacks too (" in drawn
+                assert "lacks too (" in drawn
 
 
 def test_seeds_that_are_not_finite_are_counted_and_no_difference_is_made_up() -> None:
@@ -227,21 +219,8 @@ def test_seeds_that_are_not_finite_are_counted_and_no_difference_is_made_up() ->
     assert "| z | +1.333 [" in said
     _, said = answer(found.assign(eval_accuracy=0.5, entropy=found["eval_accuracy"]), "eval_accuracy", "x")
     assert "| 2.00 (1 not finite) |" in said, "a measure beside the one that is compared"
-    drawn = svg(across_figure(found, "clip_fraction", "eval_accuracy"))
-    words = " ".join(ElementTree.fromstring(drawn).itertext())
-    assert "y (1 not finite)" in words
-    assert "no rank correlation" in words
-    lost = found.assign(clip_fraction=[0.0] * 3 + [math.nan] * 3 + [0.5] * 3)
-    drawn = svg(across_figure(lost, "clip_fraction", "k3"))
-    assert "no rank correlation; y is not finite" in " ".join(ElementTree.fromstring(drawn).itertext())
-    varied = lost.assign(outside_fraction=range(9), k3=range(9))
-    value, said = answer(varied, "k3", "x")
-    assert [*value["rank_correlations"]] == ["outside_fraction"]
-    assert "rank correlation of outside_fraction and k3: 1.00" in said
-    assert "of clip_fraction" not in said, "runs may lack a clipped share"
-    assert "| none |" in said
-    _, said = answer(varied.assign(k3=[math.nan, *range(8)]), "k3", "x")
-    assert said.endswith("\n\nno rank correlation of clipped shares and k3 (1 not finite)")
+    _, said = answer(found.assign(clip_fraction=[0.0] * 3 + [math.nan] * 3 + [0.5] * 3), "k3", "x")
+    assert "| none |" in said, "runs may lack a clipped share"
     _, said = answer(found.assign(entropy=math.nan), "k3", "x")
     assert "| not finite |" in said, "no run lacks an entropy"
 

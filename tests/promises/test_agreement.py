@@ -12,9 +12,9 @@ import pytest
 
 from ppo_repro.analysis.agreement import agreement_of, run_agreement
 from ppo_repro.analysis.mismatch import mismatch_by_iteration, mismatch_table
-from ppo_repro.analysis.pairs import run_pairs
+from ppo_repro.analysis.run_pairs import run_pairs
 from ppo_repro.records import reader
-from ppo_repro.records.logprob_pairs import KEY
+from ppo_repro.records.logprob_pairs import TOKEN_KEY
 from ppo_repro.runs.summary import summarise
 
 
@@ -22,9 +22,9 @@ def by_loop(run_dir: Path) -> dict[str, float]:
     """Return the figures of `iteration_agreement`, number by number; the hex of a float has all its bits."""
     tokens, updates = reader.read_tokens(run_dir), reader.read_updates(run_dir)
     pairs = [(float(row.old_logprobs), float(row.rollout_logprobs)) for row in tokens.itertuples()]
-    values = {tuple(row[name] for name in KEY): row["values"] for row in tokens.to_dict("records")}
+    values = {tuple(row[name] for name in TOKEN_KEY): row["values"] for row in tokens.to_dict("records")}
     first = updates[(updates["epoch"] == 0) & (updates["minibatch"] == 0)].to_dict("records")
-    again = [(float(row["new_values"]), float(values[tuple(row[name] for name in KEY)])) for row in first]
+    again = [(float(row["new_values"]), float(values[tuple(row[name] for name in TOKEN_KEY)])) for row in first]
     return {
         "unequal_old_rollout_logprobs": sum(old.hex() != rollout.hex() for old, rollout in pairs),
         "max_abs_old_rollout": max(float(np.float32(abs(old - rollout))) for old, rollout in pairs),

@@ -11,8 +11,8 @@ import pytest
 from ppo_repro.analysis.agreement import run_agreement
 from ppo_repro.analysis.mismatch import mismatch_by_iteration
 from ppo_repro.analysis.mismatch_buckets import bucket_table
-from ppo_repro.analysis.pairs import run_pairs
 from ppo_repro.analysis.report.sections.sampler_and_trainer import bucket_figure, filled_buckets
+from ppo_repro.analysis.run_pairs import run_pairs
 from ppo_repro.base.errors import UserError
 from ppo_repro.config.files import load_config
 from ppo_repro.config.run import RunConfig

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ppo_repro.analysis.mismatch import mismatch_summary
-from ppo_repro.analysis.pairs import run_pairs
+from ppo_repro.analysis.run_pairs import run_pairs
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.mode import Mode
 from ppo_repro.base.ranks import ALONE

@@ -20,7 +20,7 @@ from torch import Tensor
 from ppo_repro import testing
 from ppo_repro.base.errors import UserError
 from ppo_repro.records import reader
-from ppo_repro.records.logprob_pairs import KEY, PAIR
+from ppo_repro.records.logprob_pairs import PAIR, TOKEN_KEY
 from ppo_repro.testing.advice import ADVICE
 from ppo_repro.testing.diagnosis import Diagnosis, diagnose_chunks
 from tests.support.json_lines import write_lines
@@ -220,7 +220,7 @@ def responses_of(pairs: pd.DataFrame) -> list[dict[str, object]]:
     of_response, rows = ["pad_length", "steps_since_sync", "prompt_differs"], []
     names = DUMPED | {"token_id": "response_ids"}
     for (iteration, _), tokens in pairs.groupby(["iteration", "sequence"]):
-        lists = tokens.rename(columns=names).drop(columns=[*KEY, *of_response]).to_dict("list")
+        lists = tokens.rename(columns=names).drop(columns=[*TOKEN_KEY, *of_response]).to_dict("list")
         rows.append({"iteration": iteration, **lists, **tokens[of_response].iloc[0].to_dict()})
     return rows
 

@@ -16,7 +16,7 @@ import pandas as pd
 from ppo_repro.analysis.comparison.distribution import distribution_findings
 from ppo_repro.analysis.comparison.findings import Finding, Level, findings_table
 from ppo_repro.analysis.comparison.numeric import numeric_findings
-from ppo_repro.analysis.comparison.response_pairs import manifests, paired_responses
+from ppo_repro.analysis.comparison.same_prompts import manifests, paired_responses
 from ppo_repro.base.errors import UserError
 from ppo_repro.records.diff import first_difference
 
@@ -39,7 +39,7 @@ def compare_runs(
     Args:
         rng: draws sign changes.
         margin: mean |delta| of `column` below which log-probs count as the same, nats.
-        column: the log-probs to compare, one of COLUMNS.
+        column: the log-probs to compare, one of LOGPROB_COLUMNS.
         iterations: iterations for the levels numeric and distribution; None for all.
 
     Returns:

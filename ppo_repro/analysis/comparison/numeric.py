@@ -10,7 +10,7 @@ import pandas as pd
 
 from ppo_repro.analysis import significance
 from ppo_repro.analysis.comparison.findings import Finding
-from ppo_repro.analysis.comparison.response_pairs import hazard
+from ppo_repro.analysis.comparison.same_prompts import hazard
 from ppo_repro.statistics.clusters import Floats, ratio_of_sums
 
 

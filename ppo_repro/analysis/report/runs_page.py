@@ -9,9 +9,9 @@ from pathlib import Path
 import pandas as pd
 
 from ppo_repro.analysis.grid_outcomes import incomplete_cells
-from ppo_repro.analysis.grid_table import SPREAD
 from ppo_repro.analysis.html.markup import Html, element, escape, sentence, share, table
 from ppo_repro.analysis.html.page import Card, Section, Statement, folded_table, page, scrolled
+from ppo_repro.analysis.mean_text import HALF_WIDTH
 from ppo_repro.analysis.report.data.folder_runs import FolderRuns, largest_possible, largest_recorded, read_folder
 from ppo_repro.analysis.report.data.metrics import ANY
 from ppo_repro.analysis.report.data.run_curves import OneRun
@@ -140,7 +140,7 @@ def _spread_in_words(seeds: Sequence[int]) -> str:
     """Say what stands beside the means of `_means`, from the number of seeds of each setting."""
     if max(seeds) == 1:
         return ONE_RUN_EACH
-    return SPREAD if min(seeds) >= curves.MANY_SEEDS else "mean (smallest to largest seed)"
+    return HALF_WIDTH if min(seeds) >= curves.MANY_SEEDS else "mean (smallest to largest seed)"
 
 
 def _means(runs: FolderRuns) -> pd.DataFrame:

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pandas as pd
 
-from ppo_repro.analysis.clip_flags import token_rule
-from ppo_repro.analysis.pairs import chosen_iterations
+from ppo_repro.analysis.clip_rules import token_rule
+from ppo_repro.analysis.iterations import chosen_iterations
 from ppo_repro.analysis.tokenization.recorded_tokenizer import RecordedTokenizer
 from ppo_repro.analysis.tokenization.retokenize import DRIFT_COLUMNS, drift_summary, retokenization
 from ppo_repro.analysis.tokenization.token_kl import (
+    KL_TOKEN_COLUMNS,
     SEQUENCE_COLUMNS,
-    TOKEN_COLUMNS,
     response_table,
     summary_table,
     token_table,
@@ -51,7 +51,7 @@ def iteration_tables(
     """Return all tables of one iteration of a language run. Raises UserError on missing or damaged records."""
     recorded = recorded or reader.open_manifest(run_dir)
     require_responses(run_dir, recorded)
-    tokens = reader.read_tokens(run_dir, iterations=[iteration], columns=TOKEN_COLUMNS, recorded=recorded)
+    tokens = reader.read_tokens(run_dir, iterations=[iteration], columns=KL_TOKEN_COLUMNS, recorded=recorded)
     sequences = reader.read_sequences(run_dir, iterations=[iteration], columns=SEQUENCE_COLUMNS, recorded=recorded)
     table = token_table(tokens, sequences, boundary=boundary)
     words, responses = word_table(table), response_table(table, sequences)

@@ -14,18 +14,18 @@ import numpy as np
 import pandas as pd
 
 from ppo_repro.analysis.tokenization.words import Boundary, find_words, text_of
-from ppo_repro.records.logprob_pairs import KEY
+from ppo_repro.records.logprob_pairs import TOKEN_KEY
 from ppo_repro.statistics.clusters import Floats, ratio_of_sums, segment_sums
 from ppo_repro.statistics.kl import k3
 
 OFFSETS = ["char_start", "char_end", "byte_start", "byte_end"]
-TOKEN_COLUMNS = [
-    *(*KEY, "token_id", *OFFSETS, "sub_idx"),
+KL_TOKEN_COLUMNS = [
+    *(*TOKEN_KEY, "token_id", *OFFSETS, "sub_idx"),
     *("rollout_logprobs", "old_logprobs", "ref_logprobs", "entropies", "ref_kl"),
 ]
 SEQUENCE_COLUMNS = ["iteration", "sequence", "response"]
 # summed over tokens, in nats
-METRICS = ["k1", "k3", "abs_k1", "ref_kl", "entropy"]
+KL_METRICS = ["k1", "k3", "abs_k1", "ref_kl", "entropy"]
 UNITS = {"token": "n_tokens", "word": "n_words", "char": "n_chars", "byte": "n_bytes"}
 
 
@@ -53,15 +53,15 @@ def estimators(old_logprobs: Floats, ref_logprobs: Floats) -> dict[str, Floats]:
 
 
 def token_table(tokens: pd.DataFrame, sequences: pd.DataFrame, *, boundary: Boundary) -> pd.DataFrame:
-    """Return one row per token of one iteration; METRICS in nats, float64.
+    """Return one row per token of one iteration; KL_METRICS in nats, float64.
 
-    `tokens` has TOKEN_COLUMNS, and `sequences` has SEQUENCE_COLUMNS. word_id, sub_idx and sub_len follow `boundary`,
+    `tokens` has KL_TOKEN_COLUMNS, and `sequences` has SEQUENCE_COLUMNS. word_id, sub_idx and sub_len follow `boundary`,
     not the recorded words.
     """
     text = text_of(sequences)
     words = find_words(tokens, text, boundary)
     columns = {
-        **{name: tokens[name].to_numpy() for name in [*KEY, "token_id", *OFFSETS]},
+        **{name: tokens[name].to_numpy() for name in [*TOKEN_KEY, "token_id", *OFFSETS]},
         **{name: getattr(words, name) for name in ("word_id", "sub_idx", "sub_len", "is_special", "straddles")},
         **estimators(tokens["old_logprobs"].to_numpy(), tokens["ref_logprobs"].to_numpy()),
         "ref_kl": tokens["ref_kl"].to_numpy(np.float64),
@@ -71,7 +71,7 @@ def token_table(tokens: pd.DataFrame, sequences: pd.DataFrame, *, boundary: Boun
 
 
 def word_table(table: pd.DataFrame) -> pd.DataFrame:
-    """Return one row per word of a `token_table`; METRICS are sums over the word's tokens, nats.
+    """Return one row per word of a `token_table`; KL_METRICS are sums over the word's tokens, nats.
 
     `<metric>_first` is the metric of the word's first token. `k1` is log p(word) / q(word). n_tokens, n_chars, n_bytes:
     size of the word; n_straddling: tokens with characters of two words.
@@ -83,14 +83,14 @@ def word_table(table: pd.DataFrame) -> pd.DataFrame:
     for name in ("char", "byte"):
         words[UNITS[name]] = last[f"{name}_end"].to_numpy() - first[f"{name}_start"].to_numpy()
     words["n_straddling"] = segment_sums(table["straddles"].to_numpy().astype(np.float64), starts).astype(np.int64)
-    for name in METRICS:
+    for name in KL_METRICS:
         words[name] = segment_sums(table[name].to_numpy(), starts)
         words[f"{name}_first"] = first[name].to_numpy()
     return words
 
 
 def response_table(table: pd.DataFrame, sequences: pd.DataFrame) -> pd.DataFrame:
-    """Return one row per response; METRICS are sums over its tokens, nats.
+    """Return one row per response; KL_METRICS are sums over its tokens, nats.
 
     `<metric>_per_<unit>` is the sum divided by the number of units (UNITS), NaN if that number is 0. The end token is
     in the sums, but it is not a word.
@@ -102,7 +102,7 @@ def response_table(table: pd.DataFrame, sequences: pd.DataFrame) -> pd.DataFrame
     is_word = ((table["sub_idx"] == 0) & ~table["is_special"]).to_numpy()
     responses["n_words"] = segment_sums(is_word.astype(np.float64), starts).astype(np.int64)
     responses["n_chars"], responses["n_bytes"] = np.diff(text.starts), text.byte_lengths
-    for name in METRICS:
+    for name in KL_METRICS:
         responses[name] = segment_sums(table[name].to_numpy(), starts)
         for unit, count in UNITS.items():
             responses[f"{name}_per_{unit}"] = responses[name] / responses[count].replace(0, np.nan)
@@ -112,7 +112,7 @@ def response_table(table: pd.DataFrame, sequences: pd.DataFrame) -> pd.DataFrame
 def summary_table(responses: pd.DataFrame, words: pd.DataFrame) -> pd.DataFrame:
     """Return the averages of one iteration, from its tables by response and by word.
 
-    The table has METRICS in nats per sequence, token, word, char and byte, shares, and tokens per word and character.
+    The table has KL_METRICS, nats, per sequence, token, word, char and byte, shares, and tokens per word and character.
     The reductions are
 
         seq_mean_token_sum: mean over responses of the sum over tokens; only for the unit sequence
@@ -149,9 +149,9 @@ def _row(metric: str, unit: str, reduction: str, sums: Floats, counts: Floats, u
 
 
 def _of_units(responses: pd.DataFrame) -> Iterator[SummaryRow]:
-    """Yield METRICS per sequence and per unit."""
+    """Yield KL_METRICS per sequence and per unit."""
     ones = np.ones(len(responses))
-    for name in METRICS:
+    for name in KL_METRICS:
         total = responses[name].to_numpy(np.float64)
         yield _row(name, "sequence", "seq_mean_token_sum", total, ones, 0)
         for unit, column in UNITS.items():
@@ -163,9 +163,9 @@ def _of_units(responses: pd.DataFrame) -> Iterator[SummaryRow]:
 
 
 def _first_shares(responses: pd.DataFrame, words: pd.DataFrame) -> Iterator[SummaryRow]:
-    """Yield the share of the words' first tokens in each of METRICS."""
+    """Yield the share of the words' first tokens in each of KL_METRICS."""
     without_words = int((responses["n_words"] == 0).sum())
-    for name in METRICS:
+    for name in KL_METRICS:
         first, total = (_by_response(responses, words, words[column]) for column in (f"{name}_first", name))
         if name == "k1":
             mean, se = ratio_of_sums(total, np.ones(len(responses)))

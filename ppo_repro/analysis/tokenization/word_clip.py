@@ -9,8 +9,8 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
-from ppo_repro.analysis.clip_flags import ClipRule
-from ppo_repro.analysis.recorded_flags import recorded_clipped
+from ppo_repro.analysis.clip_flags import is_outside, ratios_of, recorded_clipped
+from ppo_repro.analysis.clip_rules import ClipRule
 from ppo_repro.statistics.clusters import Ratio, ratio_of_sums
 
 UPDATE_COLUMNS = ["iteration", "epoch", "minibatch", "sequence", "position", "new_logprobs", "clip_flag"]
@@ -41,16 +41,16 @@ def word_ratios(
         word_outside_scaled: whether the word's ratio is outside [(1 - low)^n, (1 + high)^n], which needs an outside
             token
     """
-    low, high = np.log1p(-rule.low), np.log1p(rule.high)
     names = ["iteration", "sequence", "position", "word_id", "is_special"]
     anchored = token_table[names].assign(anchor=anchor_logprobs.to_numpy(np.float64))
     rows = updates[updates["clip_flag"].notna()].merge(anchored, on=names[:3], validate="many_to_one")
     log_ratio = rows["new_logprobs"].astype(np.float64) - rows["anchor"]
+    ratio = ratios_of(log_ratio.to_numpy())
     rows = rows.assign(
         n_tokens=1,
         log_ratio=log_ratio,
-        ratio_max=np.exp(log_ratio),
-        n_outside=(log_ratio < low) | (log_ratio > high),
+        ratio_max=ratio,
+        n_outside=is_outside(ratio, rule),
         n_removed=recorded_clipped(rows["clip_flag"]),
         n_nan=log_ratio.isna(),
     )
@@ -60,9 +60,10 @@ def word_ratios(
         ratio_max=("ratio_max", "max"),
     )
     words["log_ratio"] = words["log_ratio"].mask(words.pop("n_nan") > 0)  # the sum leaves out NaN
-    total, n = words["log_ratio"], words["n_tokens"]
-    words["word_outside"] = (total < low) | (total > high)
-    words["word_outside_scaled"] = (total < n * low) | (total > n * high)
+    total = words["log_ratio"].to_numpy()
+    words["word_outside"] = is_outside(ratios_of(total), rule)
+    # r < (1 - low)^n is r^(1/n) < 1 - low
+    words["word_outside_scaled"] = is_outside(ratios_of(total / words["n_tokens"].to_numpy()), rule)
     return words
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import duckdb
 import pandas as pd
 
-from ppo_repro.analysis.recorded_flags import flags_with
+from ppo_repro.analysis.clip_flags import flags_with
 from ppo_repro.records import manifest
 
 TIMEOUT_SECONDS = 10.0

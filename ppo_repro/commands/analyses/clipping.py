@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import pandas as pd
 
-from ppo_repro.analysis.clipping import clip_tables, early_stop, over_all_steps, require_target_kl
+from ppo_repro.analysis.clipping import RunClipping, clip_tables, early_stop, over_all_steps, require_target_kl
 from ppo_repro.base.latest import run_named
 from ppo_repro.base.output import print_result
 
@@ -29,30 +29,29 @@ def command(arguments: argparse.Namespace) -> None:
     steps = clip_tables(arguments.run, band=band).by_step
     numbers = over_all_steps(steps)
     if target is None:
-        print_result(arguments.json, numbers, _lines(numbers))
+        print_result(arguments.json, numbers._asdict(), _lines(numbers))
     else:
         stops = early_stop(steps, target)
-        value = {**numbers, "early_stops": stops.to_dict("records")}
+        value = {**numbers._asdict(), "early_stops": stops.to_dict("records")}
         print_result(arguments.json, value, [*_lines(numbers), *_early_stop_lines(stops, target)])
 
 
-def _lines(n: Mapping[str, float]) -> list[str]:
+def _lines(n: RunClipping) -> list[str]:
     """Return the printed lines; a run at the record level `lean` has no line about the surrogate mass."""
     return [
-        f"token visits {n['n_tokens']:,} in {n['n_steps']} steps of {n['n_iterations']} iterations",
-        f"outside the band {n['outside']:.3%} = clip_high {n['clip_high']:.3%} + clip_low {n['clip_low']:.3%}"
-        f" + wrong_high {n['wrong_high']:.3%} + wrong_low {n['wrong_low']:.3%}"
-        f" + no advantage {n['outside_without_advantage']:.3%}",
-        f"gradient removed {n['removed']:.3%} of tokens; of a step {n['removed_min']:.1%} to {n['removed_max']:.1%}; "
-        f"without any step taken (clip_floor) {n['clip_floor']:.3%}",
+        f"token visits {n.n_tokens:,} in {n.n_steps} steps of {n.n_iterations} iterations",
+        f"outside the band {n.outside:.3%} = clip_high {n.clip_high:.3%} + clip_low {n.clip_low:.3%}"
+        f" + wrong_high {n.wrong_high:.3%} + wrong_low {n.wrong_low:.3%}"
+        f" + no advantage {n.outside_without_advantage:.3%}",
+        f"gradient removed {n.removed:.3%} of tokens; of a step {n.removed_min:.1%} to {n.removed_max:.1%}; "
+        f"without any step taken (clip_floor) {n.clip_floor:.3%}",
         *(
             []
-            if math.isnan(n["removed_mass"])
-            else [f"gradient removed: {n['removed_mass']:.1%} of the surrogate mass (mean of steps)"]
+            if math.isnan(n.removed_mass)
+            else [f"gradient removed: {n.removed_mass:.1%} of the surrogate mass (mean of steps)"]
         ),
-        f"largest ratio {n['ratio_max']:.3g}, smallest {n['ratio_min']:.3g}; "
-        f"beyond twice the range {n['beyond_twice']:.3%}",
-        f"KL(anchor || new) of a step, token mean: k1 {n['k1']:.2e}, k3 {n['k3']:.2e} nats",
+        f"largest ratio {n.ratio_max:.3g}, smallest {n.ratio_min:.3g}; beyond twice the range {n.beyond_twice:.3%}",
+        f"KL(anchor || new) of a step, token mean: k1 {n.k1:.2e}, k3 {n.k3:.2e} nats",
     ]
 
 

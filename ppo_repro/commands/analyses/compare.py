@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 
 from ppo_repro.analysis.comparison.compare import MARGIN, compare_runs
-from ppo_repro.analysis.comparison.response_pairs import COLUMNS, manifests
+from ppo_repro.analysis.comparison.same_prompts import LOGPROB_COLUMNS, manifests
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.latest import run_named
 from ppo_repro.base.output import print_result
@@ -28,7 +28,12 @@ def add_options(option: Callable[..., argparse.Action]) -> None:
     option("--seed", type=int, default=0, help="seed of the sign changes (0)")
     option("--alpha", type=float, default=0.05, help="the level of tests and intervals (0.05)")
     option("--margin", type=float, default=MARGIN, help=f"mean |delta| in nats that counts as equal ({MARGIN})")
-    option("--column", choices=COLUMNS, default=COLUMNS[0], help=f"which log-probs are compared ({COLUMNS[0]})")
+    option(
+        "--column",
+        choices=LOGPROB_COLUMNS,
+        default=LOGPROB_COLUMNS[0],
+        help=f"which log-probs are compared ({LOGPROB_COLUMNS[0]})",
+    )
     about = "compare only these iterations; bits are compared in all"
     option("--iterations", nargs=2, type=int, metavar=("FIRST", "LAST"), help=about)
 

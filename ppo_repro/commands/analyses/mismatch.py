@@ -9,8 +9,8 @@ from pathlib import Path
 import pandas as pd
 
 from ppo_repro.analysis.mismatch import mismatch_summary
-from ppo_repro.analysis.pairs import PAIRS, run_pairs
 from ppo_repro.analysis.remedies import remedy_table
+from ppo_repro.analysis.run_pairs import PAIRS, run_pairs
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.latest import run_named
 from ppo_repro.base.output import print_result

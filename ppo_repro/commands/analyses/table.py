@@ -1,31 +1,23 @@
-"""Implement `ppo-repro analyse table`, which prints three things as Markdown.
+"""Implement `ppo-repro analyse table`, which prints two tables as Markdown.
 
 1. A row per setting: mean and 95 % Student interval over seeds of one measure, means of the other measures, and the
    number of fingerprints.
 2. The differences of the measure from one setting, paired by seed, with Holm's correction.
-3. The rank correlation of each clipped share and the measure, unless a setting lacks one of them or all are equal.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
 from ppo_repro.analysis.grid_outcomes import ACCURACY, MEASURES, outcomes
-from ppo_repro.analysis.grid_table import (
-    MIN_RANKED,
-    RankCorrelation,
-    comparisons,
-    markdown,
-    measures_table,
-    rank_correlations,
-)
-from ppo_repro.analysis.significance import finite_of, with_interval
+from ppo_repro.analysis.grid_table import comparisons, markdown, measures_table
+from ppo_repro.analysis.mean_text import with_interval
 from ppo_repro.base.output import print_result
 
 
@@ -37,7 +29,7 @@ def add_options(option: Callable[..., argparse.Action]) -> None:
 
 
 def command(arguments: argparse.Namespace) -> None:
-    """Print settings, differences and rank correlations of a grid."""
+    """Print the settings of a grid, and their differences."""
     cells = outcomes(arguments.grid)
     value, text = answer(cells, arguments.measure, arguments.against or str(cells["point"].iloc[0]))
     print_result(arguments.json, value, [text])
@@ -45,20 +37,17 @@ def command(arguments: argparse.Namespace) -> None:
 
 def answer(cells: pd.DataFrame, measure: str, against: str) -> tuple[dict[str, Any], str]:
     """Return the JSON object of a grid's `outcomes`, and the text."""
-    compared, correlations = comparisons(cells, measure, against), rank_correlations(cells, measure)
+    compared = comparisons(cells, measure, against)
     value = {
         "measure": measure,
         "against": against,
         "cells": cells.to_dict("records"),
         "differences": compared.to_dict("records"),
-        "rank_correlations": {share: rank._asdict() for share, rank in correlations.items()},
     }
-    paragraphs = [
-        markdown(measures_table(cells, measure)),
-        *([markdown(_differences(compared, measure, against))] if len(compared) else []),
-        *_sentences(correlations, measure, cells),
-    ]
-    return value, "\n\n".join(paragraphs)
+    tables = [measures_table(cells, measure)]
+    if len(compared):
+        tables.append(_differences(compared, measure, against))
+    return value, "\n\n".join(map(markdown, tables))
 
 
 def _differences(compared: pd.DataFrame, measure: str, against: str) -> pd.DataFrame:
@@ -78,14 +67,3 @@ def _differences(compared: pd.DataFrame, measure: str, against: str) -> pd.DataF
 
 def _texts_of_p(values: Iterable[float]) -> list[str]:
     return ["" if math.isnan(p) else f"{p:.4f}" for p in values]
-
-
-def _sentences(correlations: Mapping[str, RankCorrelation], measure: str, cells: pd.DataFrame) -> list[str]:
-    _, others = finite_of(cells[measure])
-    if others and cells["point"].nunique() >= MIN_RANKED:
-        return [f"no rank correlation of clipped shares and {measure}{others}"]
-    return [  # a run may lack a clipped share, which then has no sentence
-        f"rank correlation of {share} and {measure}: {rank.value:.2f} over {cells['point'].nunique()} settings "
-        f"(bootstrap of seeds, 95 % [{rank.low:.2f}, {rank.high:.2f}]), {rank.over_runs:.2f} over {len(cells)} runs"
-        for share, rank in correlations.items()
-    ]

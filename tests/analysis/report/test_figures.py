@@ -10,9 +10,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from ppo_repro.analysis.clip_flags import DRAWN
 from ppo_repro.analysis.html import charts
 from ppo_repro.analysis.html.page import Figure, figure_html
-from ppo_repro.analysis.recorded_flags import DRAWN
 from ppo_repro.analysis.report.data import metrics
 from ppo_repro.analysis.report.data.chosen_responses import choose_responses
 from ppo_repro.analysis.report.data.page_numbers import delta_counts, ratio_quantiles, read_page_numbers

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ppo_repro.analysis.clip_flags import ClipRule
+from ppo_repro.analysis.clip_rules import ClipRule
 from ppo_repro.analysis.tokenization.token_kl import (
-    METRICS,
+    KL_METRICS,
     estimators,
     response_table,
     summary_table,
@@ -101,7 +101,7 @@ def test_what_has_no_value_is_nan_and_counted() -> None:
 @given(cuts(), boundaries)
 def test_sums_are_conserved_over_units(pieces: Cuts, boundary: Boundary) -> None:
     table, words, by_sequence = tables(pieces, boundary)
-    for name in METRICS:
+    for name in KL_METRICS:
         total = math.fsum(table[name])
         assert math.fsum(words[name]) == pytest.approx(total, abs=CLOSE)
         assert math.fsum(by_sequence[name]) == pytest.approx(total, abs=CLOSE)

@@ -16,8 +16,7 @@ import pandas as pd
 
 from ppo_repro.analysis import agreement
 from ppo_repro.analysis.agreement import Agreement, agreement_of
-from ppo_repro.analysis.pairs import deltas
-from ppo_repro.analysis.recorded_flags import DRAWN, recorded_clipped
+from ppo_repro.analysis.clip_flags import DRAWN, recorded_clipped
 from ppo_repro.analysis.report.data.run_curves import (
     Point,
     read_sampled,
@@ -28,6 +27,7 @@ from ppo_repro.analysis.report.data.run_curves import (
 )
 from ppo_repro.analysis.report.data.run_facts import Facts
 from ppo_repro.records import reader
+from ppo_repro.records.logprob_pairs import deltas
 from ppo_repro.records.manifest import has_responses
 from ppo_repro.runs.summary import draws_of_records
 from ppo_repro.statistics.clusters import Floats
@@ -137,14 +137,14 @@ def read_page_numbers(facts: Facts, iterations: pd.DataFrame, steps: pd.DataFram
 
 def _scan_iteration(facts: Facts, number: int) -> _Iteration:
     run_dir, one, recorded = facts.run_dir, [number], facts.manifest
-    updates = reader.read_updates(run_dir, iterations=one, columns=agreement.UPDATES, recorded=recorded)
+    updates = reader.read_updates(run_dir, iterations=one, columns=agreement.UPDATES_COMPARED, recorded=recorded)
     if has_responses(recorded):
         sequences, tokens = read_sampled(facts, number)
         draws, values = draws_of_records(number, tokens), sequences["scores"].to_numpy(np.float64)
         points = sampled_points(number, sequences, tokens, draws)
         responses = _response_summary(number, sequences, tokens, updates)
     else:
-        tokens = reader.read_tokens(run_dir, iterations=one, columns=agreement.TOKENS, recorded=recorded)
+        tokens = reader.read_tokens(run_dir, iterations=one, columns=agreement.TOKENS_COMPARED, recorded=recorded)
         draws, values, responses = NONE, returns_of(facts, number), pd.DataFrame(columns=ResponseSummary._fields)
         points = return_points(number, values)
     ratios, flags = ratio_quantiles(number, updates), _flag_counts(number, updates["clip_flag"])

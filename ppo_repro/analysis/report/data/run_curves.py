@@ -23,7 +23,7 @@ from ppo_repro.statistics.clusters import Floats, Ratio
 from ppo_repro.statistics.draws import Draws
 
 _SEQUENCE_COLUMNS = ["iteration", "sequence", "response_length", "scores", "is_correct"]
-_TOKEN_COLUMNS = [*agreement.TOKENS, "entropies", "ref_kl", "cumulative_probs"]
+_TOKEN_COLUMNS = [*agreement.TOKENS_COMPARED, "entropies", "ref_kl", "cumulative_probs"]
 
 
 class Point(NamedTuple):

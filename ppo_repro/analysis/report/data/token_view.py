@@ -13,11 +13,11 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from ppo_repro.analysis.pairs import deltas
-from ppo_repro.analysis.recorded_flags import flag_legend
+from ppo_repro.analysis.clip_flags import flag_legend
 from ppo_repro.analysis.report.data.chosen_responses import REASONS, ChosenResponse
 from ppo_repro.base.errors import UserError
 from ppo_repro.records import reader
+from ppo_repro.records.logprob_pairs import deltas
 from ppo_repro.records.manifest import Manifest
 
 DIGITS = 6

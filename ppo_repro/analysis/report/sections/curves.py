@@ -11,10 +11,11 @@ import pandas as pd
 from ppo_repro.analysis.html.charts import Line, Rule, axis_for, legend, line_chart
 from ppo_repro.analysis.html.markup import number
 from ppo_repro.analysis.html.page import Figure, Section
+from ppo_repro.analysis.mean_text import finite_of
 from ppo_repro.analysis.report.data.metrics import Plotted, Range
 from ppo_repro.analysis.report.data.run_curves import Point
 from ppo_repro.analysis.report.data.run_facts import Facts
-from ppo_repro.analysis.significance import finite_of, one_sample, t_interval
+from ppo_repro.analysis.significance import one_sample, t_interval
 from ppo_repro.statistics.clusters import Floats
 
 

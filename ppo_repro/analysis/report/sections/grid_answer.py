@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pandas as pd
 
-from ppo_repro.analysis.grid_table import comparisons, with_half_width
+from ppo_repro.analysis.grid_table import comparisons
 from ppo_repro.analysis.html.markup import number, table
 from ppo_repro.analysis.html.page import Card, Statement, scrolled
+from ppo_repro.analysis.mean_text import mean_and_half_width, mean_and_range
 from ppo_repro.analysis.report.data.metrics import Quantity
 from ppo_repro.analysis.report.sections.curves import MANY_SEEDS
-from ppo_repro.analysis.significance import detectable, finite_of, holm
+from ppo_repro.analysis.significance import detectable, holm
 from ppo_repro.config.files import read_tree
 from ppo_repro.records.grid import CELLS, GRID, axes_of, read_grid_table
 
@@ -204,12 +205,5 @@ def _detectable(finals: pd.DataFrame, column: str, points: Sequence[str]) -> lis
 
 
 def spread(values: pd.Series) -> str:
-    """Return mean and interval as text; mean, smallest and largest value of fewer than MANY_SEEDS seeds.
-
-    Values that are not finite are counted and left out.
-    """
-    finite, others = finite_of(values)
-    if len(values) >= MANY_SEEDS or not len(finite):
-        return with_half_width(values)
-    ends = f" ({finite.min():.3f} to {finite.max():.3f})" if len(finite) > 1 else ""
-    return f"{finite.mean():.3f}{ends}{others}"
+    """Return mean and interval as text; mean, smallest and largest value of fewer than MANY_SEEDS seeds."""
+    return mean_and_half_width(values) if len(values) >= MANY_SEEDS else mean_and_range(values)

@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from ppo_repro.analysis.clip_flags import ClipRule, token_rule
+from ppo_repro.analysis.clip_flags import DRAWN, Effect, flags_with
+from ppo_repro.analysis.clip_rules import ClipRule, token_rule
 from ppo_repro.analysis.html.charts import Line, Rule, axis_for, line_chart
 from ppo_repro.analysis.html.markup import number, share
 from ppo_repro.analysis.html.page import Figure, Section
-from ppo_repro.analysis.recorded_flags import DRAWN, Effect, flags_with
 from ppo_repro.analysis.report.data.page_numbers import QUANTILES, PageNumbers
 from ppo_repro.analysis.report.data.run_facts import Facts
 from ppo_repro.config.algorithm import FunctionObjective

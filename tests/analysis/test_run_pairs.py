@@ -12,12 +12,12 @@ import pytest
 from ppo_repro.analysis.agreement import run_agreement
 from ppo_repro.analysis.clipping import load_iterations
 from ppo_repro.analysis.grid_outcomes import clip_shares_of_cell, mismatch_of_cell
-from ppo_repro.analysis.pairs import run_pairs
 from ppo_repro.analysis.report.data.run_facts import read_facts
 from ppo_repro.analysis.report.run_page import run_page
+from ppo_repro.analysis.run_pairs import run_pairs
 from ppo_repro.analysis.tokenization.tables import summary_by_iteration
 from ppo_repro.records import manifest, reader
-from ppo_repro.records.logprob_pairs import KEY, OPTIONAL, PAIR
+from ppo_repro.records.logprob_pairs import OPTIONAL, PAIR, TOKEN_KEY
 from ppo_repro.testing.pairs import evidence_of
 from tests.support.synthetic_run import bits
 
@@ -37,9 +37,9 @@ def test_the_pairs_of_a_run_are_the_recorded_bits(native_run: Path) -> None:
 
 
 def test_the_first_new_log_probs_of_a_run(native_run: Path) -> None:
-    found = joined(run_pairs(native_run, "old_vs_first_new", iterations=[1, 2])).set_index(KEY)
+    found = joined(run_pairs(native_run, "old_vs_first_new", iterations=[1, 2])).set_index(TOKEN_KEY)
     updates = reader.read_updates(native_run, iterations=[1, 2])
-    first = updates[updates["epoch"] == 0].set_index(KEY)
+    first = updates[updates["epoch"] == 0].set_index(TOKEN_KEY)
     assert len(found) == len(first) == len(reader.read_tokens(native_run, iterations=[1, 2]))
     assert bits(found["logprobs_b"].to_numpy()) == bits(first.loc[found.index, "new_logprobs"].to_numpy())
     assert found.index.is_monotonic_increasing

@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 
 from ppo_repro.analysis.mismatch import mismatch_by_iteration, mismatch_summary, mismatch_table
-from ppo_repro.analysis.pairs import iteration_of, masked_tokens
 from ppo_repro.analysis.remedies import remedy_table
 from ppo_repro.base.errors import UserError
-from ppo_repro.records.logprob_pairs import PAIR
+from ppo_repro.records.logprob_pairs import PAIR, iteration_of, masked_tokens
 from ppo_repro.testing import Names
 from ppo_repro.testing.diagnosis import diagnose_chunks
 from ppo_repro.testing.pairs import imported_pairs

@@ -16,15 +16,15 @@ import numpy.typing as npt
 import pandas as pd
 from scipy import stats
 
-from ppo_repro.analysis.pairs import chosen_iterations
+from ppo_repro.analysis.iterations import chosen_iterations
 from ppo_repro.base.errors import UserError
 from ppo_repro.records import reader
+from ppo_repro.records.logprob_pairs import KEY_IN_ITERATION
 from ppo_repro.records.manifest import Manifest, require_responses
 from ppo_repro.statistics.bits import unequal_bits
 from ppo_repro.statistics.clusters import segment_sums
 
-COLUMNS = ("old_logprobs", "rollout_logprobs", "ref_logprobs")
-_KEY = ["sequence", "position"]
+LOGPROB_COLUMNS = ("old_logprobs", "rollout_logprobs", "ref_logprobs")
 
 
 def manifests(run_a: Path | str, run_b: Path | str) -> tuple[Manifest, Manifest]:
@@ -45,7 +45,7 @@ def paired_responses(
     """Return one row for each pair of responses to the same prompt in two runs.
 
     Args:
-        column: the log-probs to compare, one of COLUMNS.
+        column: the log-probs to compare, one of LOGPROB_COLUMNS.
         iterations: the iterations to compare; None for all.
 
     Returns:
@@ -60,8 +60,8 @@ def paired_responses(
         UserError: another column, runs without responses, damaged records, or, without `iterations`, different
             numbers of iterations.
     """
-    if column not in COLUMNS:
-        raise UserError(f"column = {column!r}: must be {', '.join(COLUMNS)}")
+    if column not in LOGPROB_COLUMNS:
+        raise UserError(f"column = {column!r}: must be {', '.join(LOGPROB_COLUMNS)}")
     runs = tuple(zip((run_a, run_b), manifests(run_a, run_b), strict=True))
     require_responses(*runs[0])
     selected, others = (chosen_iterations(recorded, iterations) for _, recorded in runs)
@@ -78,9 +78,9 @@ def _one_iteration(runs: Sequence[tuple[Path | str, Manifest]], column: str, ite
     responses = texts[0].merge(texts[1], on="sequence", suffixes=("_a", "_b"), validate="one_to_one")
     prompts = zip(responses["prompt_ids_a"], responses["prompt_ids_b"], strict=True)
     responses = responses[np.array([np.array_equal(x, y) for x, y in prompts], bool)]
-    names = [*_KEY, "token_id", column]
+    names = [*KEY_IN_ITERATION, "token_id", column]
     tokens = [reader.read_tokens(run, iterations=one, columns=names, recorded=recorded) for run, recorded in runs]
-    both = tokens[0].merge(tokens[1], on=_KEY, suffixes=("_a", "_b"), validate="one_to_one")
+    both = tokens[0].merge(tokens[1], on=KEY_IN_ITERATION, suffixes=("_a", "_b"), validate="one_to_one")
     a, b = (both[f"{column}_{side}"].to_numpy(np.float32) for side in "ab")
     delta = b.astype(np.float64) - a.astype(np.float64)
     starts = np.flatnonzero(np.diff(both["sequence"], prepend=-1))

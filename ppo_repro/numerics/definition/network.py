@@ -119,9 +119,9 @@ def forward(model: Model, ids: Sequence[int], routes: Array | None = None) -> Ac
 def backward(model: Model, of: Activations, d_hidden: Array) -> Contributions:
     """Return one sequence's addends to the gradient of every parameter; d_hidden [T, H]. Kernel: `model_backward`.
 
-    Let d be the gradient of a layer's output, and s the residual scale. The MLP and its norms receive d s; their
-    gradient plus d is d2, the gradient of x2. Attention and its norms receive d2 s, or d s if parallel; their gradient
-    plus d2 is the gradient of the layer's input.
+    Let d be the gradient of a layer's output, and s the residual scale. The MLP and its norms receive d s. Their
+    gradient plus d is d2, the gradient of x2, or of x without attention's part if parallel. Attention and its norms
+    receive d2 s, or d s if parallel. Their gradient plus d2 is the gradient of the layer's input.
     """
     grads, scale = Contributions(), F(model.residual_scale)
     position = np.arange(len(of.ids))

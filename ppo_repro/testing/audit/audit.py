@@ -7,15 +7,15 @@
    it leaves are rounding (`measure.is_rounding`).
 5. Name the causes if at most three hypotheses explain the side equally well (`judged_side`). Else the cause is
    `unknown`, and `facts` describes the errors.
-6. If the sampler's log-probs are right, for both sides' order of cuts or its own, judge whether the tokens were drawn
-   from them (`draws`).
+6. If the sampler's log-probs are right, if only for its own order of cuts, judge whether the tokens were drawn from
+   them (`draws`).
 
 `limits` has every number that decides, `report` the sentences.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import pandas as pd
@@ -74,10 +74,10 @@ def audit(stack: StackModel, responses: Sequence[DumpedResponse], sampling: Stac
     reference = recorded[0].reference
     _require_temperature(sampling, (sampler, trainer))
     _check_weights(sampler, trainer, recorded, reference.floor)
-    has_own_order = sampler.state == "of its own order"
-    sampled = sampler.definition if has_own_order else drawn_from(tallies)
-    tally = tallies[sampled] if sampler.is_right or has_own_order else Tally()
-    drawn_by = _causes_of_draws(stack.model, responses, sampling, sampled, tally) if tally.is_wrong() else ""
+    # log-probs of all tokens name no order of cuts
+    reported = sampler.definition if sampler.definition in tallies else drawn_from(tallies)
+    tally = tallies[reported] if sampler.state in ("right", "of its own order") else Tally()
+    drawn_by = _causes_of_draws(stack.model, responses, sampling, reported, tallies) if tally.is_wrong() else ""
     return Audit(
         responses=len(responses),
         floor=reference.floor,
@@ -98,13 +98,16 @@ def _causes_of_draws(
     responses: Sequence[DumpedResponse],
     sampling: StackSampling,
     definition: Definition,
-    tally: Tally,
+    tallies: Mapping[Definition, Tally],
 ) -> str:
     """Return the causes that explain tokens that were not drawn from the distribution of a definition."""
     say("audit: tokens were not drawn from the log-probs; looks for the cause")
-    if not tally.draws().tokens:
+    likeliest = drawn_from(tallies)
+    if not tallies[likeliest].is_wrong():
+        return f"another order of cuts: {likeliest.words_beside_others}"
+    if not tallies[definition].draws().tokens:
         return ""  # no drawn token is possible at all
-    causes = DrawCauses(tally, sampling.temperature)
+    causes = DrawCauses(tallies[definition], sampling.temperature)
     with float64(model):
         for _, chunk in chunks_of(model, responses, sampling, is_wide=True):
             causes.add(definition.logits(chunk), chunk.targets, chunk.counts[chunk.here])

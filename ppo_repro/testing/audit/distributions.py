@@ -115,6 +115,11 @@ class Definition:
         """Return its kind and its order of cuts."""
         return f"{self.kind}{self.order}"
 
+    @property
+    def words_beside_others(self) -> str:
+        """Return its words where another order of cuts is named too."""
+        return self.words if self.order else f"{self.kind}, each cut of all tokens"
+
 
 def _in_order(
     order: str, differs: Callable[[StackSampling], bool], first: Collection[str] = (), is_cut_first: bool = False

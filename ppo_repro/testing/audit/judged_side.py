@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ppo_repro.testing.audit.distributions import EACH_CUT_OF_ALL, Definition
+from ppo_repro.testing.audit.distributions import Definition
 from ppo_repro.testing.audit.search.hypothesis import Hypotheses
 
 State = Literal["right", "of its own order", "explained", "unknown"]
@@ -76,8 +76,7 @@ class JudgedSide:
         if self.state == "unknown":
             return "unknown"
         if self.state == "of its own order":
-            order = ", each cut of all tokens" if self.definition == EACH_CUT_OF_ALL else ""
-            return f"{self.definition.words}{order}"
+            return self.definition.words_beside_others
         return " and ".join(filter(None, (self.gaps.words, " or ".join(t.words for t in self.hypotheses.named))))
 
     @property

@@ -110,7 +110,7 @@ def _take_fused_attention(model: PreTrainedModel) -> None:
 
 
 def _with_short_windows(model: PreTrainedModel) -> PreTrainedModel:
-    """Return the model with windows shorter than the longest probe; chunks of attention (Llama 4) stay longer."""
+    """Return the model with windows shorter than the longest probe; a field that `WINDOW` does not name stays."""
     fields = model.config.get_text_config().to_dict().items()
     windows = [(field, value) for field, value in fields if WINDOW.recognise(field) and type(value) is int]
     return with_fields(model, [FieldChange((field,), value, min(value, PROBE_WINDOW)) for field, value in windows])

@@ -13,7 +13,8 @@ from ppo_repro.testing.audit.search.hypothesis import Hypothesis
 def verdict(found: Audit) -> str:
     """Return the words that say which side is wrong, or that both are, or that none is."""
     if found.sampler.state == "of its own order":
-        return "the sides are processed in different orders of the cuts; take one order on both"
+        drawn = "" if found.are_drawn else ", and tokens were not drawn from the sampler's"
+        return f"the sides are processed in different orders of the cuts{drawn}; take one order on both"
     wrong = [side.name for side in (found.sampler, found.trainer) if not side.is_right]
     if not wrong and not found.are_drawn:
         return "the log-probs of both sides are right, but tokens were not drawn from them"

@@ -19,7 +19,8 @@ from ppo_repro.testing.advice import ADVICE
 from ppo_repro.testing.audit import forward, limits, reference
 from ppo_repro.testing.audit.audit import Audit, audit
 from ppo_repro.testing.audit.causes.cause import Cause, OtherDistribution, Parameter
-from ppo_repro.testing.audit.causes.inputs import of_inputs
+from ppo_repro.testing.audit.causes.chat_templates import CHANGES
+from ppo_repro.testing.audit.causes.inputs import INPUTS, of_inputs
 from ppo_repro.testing.audit.causes.models import of_models
 from ppo_repro.testing.audit.causes.recorded import RECORDED
 from ppo_repro.testing.audit.causes.softmax import DISTRIBUTIONS
@@ -194,7 +195,15 @@ def test_every_cause_has_a_fault_that_it_names(made: Material, stack: StackModel
         named = [words for _, words in EVERY.values()]
         return any(re.search(f"(^| and ){words}($| and )", x) or cause.words.startswith(x) for x in named)
 
-    inputs = of_inputs(made.dump(made.logprobs(), made.logprobs()), stack)
+    inputs = [*of_inputs(made.dump(made.logprobs(), made.logprobs()), stack)]
+    assert {row.words for row in INPUTS} - {cause.words for cause in inputs} == {
+        *(row.words for row in CHANGES),  # and others that need a tokenizer, several turns or a prompt with BOS
+        "ids that were decoded and encoded again",
+        *(f"context without {what}" for what in ("the tokens between turns", "the earlier turns")),
+        "context without the sampled tokens of earlier turns",
+        "prompt without its BOS token",
+        "prompt with a second BOS token before it",
+    }
     assert {cause.words for cause in (*inputs, *DISTRIBUTIONS, *RECORDED) if not is_shown(cause)} == {
         *(f"of the processed distribution{order}, not of all tokens" for order in ORDERS if order),
         "of all tokens, not of the processed distribution",
@@ -465,24 +474,38 @@ def test_sides_with_different_orders_of_cuts_are_of_different_distributions(
     assert lines(found)[-1].startswith("verdict: the sides are processed in different orders of the cuts")
 
 
-@pytest.mark.parametrize(("temperature", "line"), [(0.8, "draws: right: "), (0.3, "draws: explained by temperature ")])
-def test_draws_are_judged_by_the_samplers_own_order_of_cuts(
-    prompts: Material, stack: StackModel, temperature: float, line: str
+OF_TOP_K = ", top-p of what top-k leaves (Transformers, vLLM)"
+OTHER_ORDER = f"draws: explained by another order of cuts: processed{OF_TOP_K}"
+
+
+@pytest.mark.parametrize(
+    ("sampler", "trainer", "temperature", "line"),
+    [
+        (OF_TOP_K, "", 0.8, "draws: right: "),
+        (OF_TOP_K, "", 0.3, "draws: explained by temperature "),
+        ("", OF_TOP_K, 0.8, OTHER_ORDER),
+        ("", "", 0.8, OTHER_ORDER),
+    ],
+)
+def test_draws_are_judged_by_the_samplers_order_of_cuts(
+    prompts: Material, stack: StackModel, sampler: str, trainer: str, temperature: float, line: str
 ) -> None:
-    sampling, names = StackSampling(0.8, 0.8, 6), (", top-p of what top-k leaves (Transformers, vLLM)", "")
-    of_sampler, of_trainer = (next(d for d in sampled_from(sampling) if d.order == name) for name in names)
+    """The tokens are drawn with a top-p of what top-k leaves, whatever the sampler reports."""
+    sampling = StackSampling(0.8, 0.8, 6)
+    drawn_from = next(d for d in sampled_from(sampling) if d.order == OF_TOP_K)
     generator = seeded(3)
 
     def draw(logits: Tensor) -> int:
         target, counts = torch.zeros(1, dtype=torch.int64), torch.ones(1, dtype=torch.bool)
-        kept = of_sampler.logits(Chunk(logits[None].double(), target, (), (), sampling, counts))
+        kept = drawn_from.logits(Chunk(logits[None].double(), target, (), (), sampling, counts))
         return int(torch.multinomial((kept * 0.8 / temperature).softmax(-1)[0], 1, generator=generator))
 
     made = sampled_by(prompts, draw)
-    sides = (in_order(made, sampling, ORDERS[d.order][0], 0.8) for d in (of_sampler, of_trainer))
-    found = audit(stack, made.dump(*(values for values, _ in sides)), sampling)
-    assert found.sampler.state == found.trainer.state == "of its own order"
+    sides = [in_order(made, sampling, ORDERS[order][0], 0.8)[0] for order in (sampler, trainer)]
+    found = audit(stack, made.dump(*sides), sampling)
+    assert found.sampler.state == found.trainer.state == ("right" if sampler == trainer else "of its own order")
     assert any(said.startswith(line) for said in lines(found)), lines(found)
+    assert ("tokens were not drawn" in lines(found)[-1]) == (line != "draws: right: ")
 
 
 @pytest.mark.slow

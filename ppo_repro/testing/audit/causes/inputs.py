@@ -69,6 +69,7 @@ def of_inputs(responses: Sequence[DumpedResponse], stack: StackModel) -> Iterato
     """Yield the inputs that differ from the dumped tokens and fit the model, each once."""
     dump, plain = Dump(responses, stack), [[pass_over(r.prompt_ids, r.response_ids)] for r in responses]
     seen: list[list[list[Pass]]] = [plain]
+    # the lengths of cut prompts are guesses: another row that gives the same passes says more
     for row in (*INPUTS, *_cut_prompts(responses)):
         changed = [row.passes(dump, i) for i in range(len(responses))]
         passes = [list(other or same) for other, same in zip(changed, plain, strict=True)]

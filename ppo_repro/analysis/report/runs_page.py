@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pandas as pd
@@ -14,7 +14,7 @@ from ppo_repro.analysis.html.page import Card, Section, Statement, folded_table,
 from ppo_repro.analysis.mean_text import HALF_WIDTH
 from ppo_repro.analysis.report.data.folder_runs import FolderRuns, largest_possible, largest_recorded, read_folder
 from ppo_repro.analysis.report.data.metrics import ANY
-from ppo_repro.analysis.report.data.run_curves import OneRun
+from ppo_repro.analysis.report.data.run_curves import Curve, OneRun
 from ppo_repro.analysis.report.sections import curves
 from ppo_repro.analysis.report.sections.curves import PageLine, curve_sections, main_chart
 from ppo_repro.analysis.report.sections.grid_answer import answer_cards, spread
@@ -56,7 +56,7 @@ def _result_cards(runs: FolderRuns, lines: Sequence[PageLine], forks: Sequence[s
     """Return the cards with the results of each setting: a chart, a table and, for a grid, its question and answer."""
     result = runs.results[0]
     title = result.title.capitalize()
-    drawn = [(line, result.key) for line in lines] if result in runs.content.results else []
+    drawn = curves.lines_of(lines, result.key) if result in runs.content.results else []
     chart = curves.curve_chart(title, result.title, drawn) or main_chart(runs.listed[0].facts, lines)
     hidden = curves.equal_lines(drawn)
     about_chart = [Statement("fact", text) for text in (*([sentence(hidden)] if hidden else []), *forks)]
@@ -121,10 +121,10 @@ def _line(setting: Setting, group: Sequence[OneRun]) -> PageLine:
     return PageLine(setting.short, curves.over_seeds(runs, content.metrics, score), seeds, setting.whole)
 
 
-def _curves_after_fork(run: OneRun) -> pd.DataFrame:
-    """Return a run's frame of curves; a fork's curves begin where it left its origin, whose setting it had before."""
-    forked = run.facts.forked_at
-    return run.curves if forked is None else run.curves[run.curves["iteration"] >= forked]
+def _curves_after_fork(run: OneRun) -> Mapping[str, Curve]:
+    """Return a run's curves; a fork's curves begin where it left its origin, whose setting it had before."""
+    begin = run.facts.forked_at or 0
+    return {metric: after for metric, curve in run.curves.items() if len((after := curve.since(begin)).iteration)}
 
 
 def _band(seeds: Sequence[int]) -> str:

@@ -67,8 +67,8 @@ def _learning(runs: Mapping[str, OneRun]) -> list[Statement]:
     sentences = []
     for name, run in runs.items():
         for line in run.facts.content.first_chart:
-            values = run.curves[run.curves["metric"] == line.key].sort_values("iteration")["value"].tolist()
-            if values:
+            if line.key in run.curves:
+                values = run.curves[line.key].value.tolist()
                 sentences.append(Statement("fact", f"{name} {change(values[0], values[-1])} ({line.title})."))
                 break
     alone = "One run each says nothing about the methods: compare seeds by `ppo-repro analyse table`."

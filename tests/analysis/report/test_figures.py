@@ -16,7 +16,7 @@ from ppo_repro.analysis.html.page import Figure, figure_html
 from ppo_repro.analysis.report.data import metrics
 from ppo_repro.analysis.report.data.chosen_responses import choose_responses
 from ppo_repro.analysis.report.data.page_numbers import delta_counts, ratio_quantiles, read_page_numbers
-from ppo_repro.analysis.report.data.run_curves import recorded_rows, summary_tables
+from ppo_repro.analysis.report.data.run_curves import Curve, curves_of, summary_tables
 from ppo_repro.analysis.report.data.run_facts import read_facts
 from ppo_repro.analysis.report.data.token_view import read_token_view
 from ppo_repro.analysis.report.sections import curves
@@ -44,29 +44,31 @@ def test_differences_and_ratios_are_counted_by_hand() -> None:
     assert (row["iteration"], row["smallest"], row["median"], row["largest"]) == (4, 0.5, 1.25, 3.0)
 
 
+def curve(values: list[float]) -> Curve:
+    """A curve without a band."""
+    return Curve(np.arange(len(values)), np.array(values), *np.full((2, len(values)), math.nan))
+
+
 def test_intervals_over_seeds_by_hand() -> None:
-    def seed(value: float, iterations: list[int]) -> pd.DataFrame:
-        return pd.DataFrame({"iteration": iterations, "metric": "score_mean", "value": value, "low": 0.0, "high": 0.0})
+    def mean(values: list[float], score: tuple[float, float]) -> list[float]:
+        seeds = [{"score_mean": curve([value])} for value in values]
+        return curves.over_seeds(seeds, metrics.LEARNING, score)["score_mean"].table.iloc[0].tolist()
 
-    def frame(values: list[float], score: tuple[float, float]) -> pd.DataFrame:
-        return curves.over_seeds([seed(value, [0]) for value in values], metrics.LEARNING, score)
-
-    few = frame([1.0, 3.0, math.nan], (0.0, 9.0))
-    assert few.iloc[0].tolist() == [0, "score_mean", 2.0, 1.0, 3.0, 2], "below five seeds the smallest and the largest"
+    few = mean([1.0, 3.0, math.nan], (0.0, 9.0))
+    assert few == [0, 2.0, 1.0, 3.0, 2], "below five seeds the smallest and the largest"
     # standard error sqrt(0.2), t of 4 degrees of freedom at 97.5 % 2.776: 3 -+ 1.242
-    many = frame([2.0, 2.0, 3.0, 4.0, 4.0], (-math.inf, math.inf))
-    assert many.iloc[0, 2:5].tolist() == pytest.approx([3, 1.758, 4.242], abs=1e-3)
-    inside = frame([2.0, 2.0, 3.0, 4.0, 4.0], (2.0, 4.0))
-    assert inside.iloc[0, 3:5].tolist() == [2.0, 4.0], "a band is inside the possible range"
-    lost = frame([1.0, 3.0, math.nan, math.nan, math.nan], (0.0, 9.0))
-    assert lost.iloc[0].tolist() == few.iloc[0].tolist(), "seeds without a value do not count"
+    many = mean([2.0, 2.0, 3.0, 4.0, 4.0], (-math.inf, math.inf))
+    assert many[1:4] == pytest.approx([3, 1.758, 4.242], abs=1e-3)
+    inside = mean([2.0, 2.0, 3.0, 4.0, 4.0], (2.0, 4.0))
+    assert inside[2:4] == [2.0, 4.0], "a band is inside the possible range"
+    lost = mean([1.0, 3.0, math.nan, math.nan, math.nan], (0.0, 9.0))
+    assert lost == few, "seeds without a value do not count"
 
 
 def test_a_setting_has_one_colour_on_every_panel_also_where_another_has_no_curve() -> None:
-    both = pd.DataFrame({"iteration": [0, 1] * 2, "metric": ["score_mean"] * 2 + ["entropy"] * 2, "value": 0.5})
-    both[["low", "high"]] = math.nan
+    both = {"score_mean": curve([0.5, 0.5]), "entropy": curve([0.5, 0.5])}
     drawn = [
-        curves.PageLine("first", both[both["metric"] == "score_mean"]),
+        curves.PageLine("first", {"score_mean": both["score_mean"]}),
         curves.PageLine("second", both, (both, both)),
     ]
     wanted = [metric for metric in metrics.LEARNING if metric.key in ("score_mean", "entropy")]
@@ -85,11 +87,8 @@ def test_a_setting_has_one_colour_on_every_panel_also_where_another_has_no_curve
 
 
 def test_lines_that_hide_each_other_are_named_below_their_chart() -> None:
-    both = pd.DataFrame(
-        {"iteration": [0, 1], "metric": ["score_mean"] * 2, "value": [0.5, 0.6], "low": 0.0, "high": 1.0}
-    )
-    other = both.assign(value=[0.5, 0.7])
-    drawn = [curves.PageLine("a", both), curves.PageLine("b", other), curves.PageLine("c", both.copy())]
+    values = {"a": [0.5, 0.6], "b": [0.5, 0.7], "c": [0.5, 0.6]}
+    drawn = [curves.PageLine(name, {"score_mean": curve(of)}) for name, of in values.items()]
     wanted = [metric for metric in metrics.LEARNING if metric.key == "score_mean"]
     (figure,) = curves.metric_figures(wanted, drawn)
     assert figure.caption.endswith("the same line: `a` and `c`.")
@@ -102,11 +101,12 @@ def test_lines_that_hide_each_other_are_named_below_their_chart() -> None:
     [("clip_range", "Clip range"), ("kl_coef", "KL coefficient"), ("penalty_coef", "Penalty coefficient")],
 )
 def test_a_coefficient_has_a_figure_if_it_changes_over_a_run(deterministic_run: Path, column: str, title: str) -> None:
-    iterations, steps = summary_tables(read_facts(deterministic_run))
+    facts = read_facts(deterministic_run)
+    iterations, steps = summary_tables(facts)
 
     def has_figure(*runs: list[float]) -> bool:
         tables = [iterations.assign(**{column: values}) for values in runs]
-        lines = [curves.PageLine("", recorded_rows(t, steps, {}, metrics.OPTIMISATION)) for t in tables]
+        lines = [curves.PageLine("", curves_of(facts, {}, t, steps)) for t in tables]
         return title in {figure.title for figure in curves.metric_figures(metrics.OPTIMISATION, lines)}
 
     assert has_figure([0.2, 0.2, 0.4])
@@ -118,16 +118,15 @@ def test_a_scan_agrees_with_what_training_recorded(deterministic_run: Path) -> N
     facts = read_facts(deterministic_run)
     iterations, steps = summary_tables(facts)
     scan = read_page_numbers(facts, iterations, steps)
-    held_out = scan.curves[scan.curves["metric"] == "eval_accuracy"].sort_values("iteration")
+    held_out = scan.curves["eval_accuracy"]
     measured = iterations[iterations["eval_accuracy"].notna()]
-    assert held_out["iteration"].tolist() == [*measured["iteration"], len(iterations)]
-    assert held_out["value"].tolist() == [*measured["eval_accuracy"], float(facts.manifest.final["eval_accuracy"])]
+    assert held_out.iteration.tolist() == [*measured["iteration"], len(iterations)]
+    assert held_out.value.tolist() == [*measured["eval_accuracy"], float(facts.manifest.final["eval_accuracy"])]
     recorded = [metric.key for metric in metrics.LEARNING if metric.source == "samples"]
     assert recorded
     for column in recorded:
-        values = scan.curves[scan.curves["metric"] == column].sort_values("iteration")["value"].to_numpy()
         # training adds up exactly, pandas in some order: float64 rounding of a few hundred terms
-        assert values == pytest.approx(iterations[column].to_numpy(), rel=1e-12), column
+        assert scan.curves[column].value == pytest.approx(iterations[column].to_numpy(), rel=1e-12), column
     weighted = (steps["clip_fraction"] * steps["tokens"]).groupby(steps["iteration"]).sum().to_numpy()
     assert scan.flags[["clip_high", "clip_low", "clip_dual"]].sum(axis=1).to_numpy() == pytest.approx(weighted)
     visits = int(steps["tokens"].sum())

@@ -20,7 +20,7 @@ class Plotted:
     error band. It has the name of its column in `iterations`, if there is one.
     """
 
-    key: str  # the recorded column; its name in the frames of curves
+    key: str  # the recorded column, or its name on the page of columns
     source: Literal["samples", "iterations", "steps"]
     title: str
     unit: str

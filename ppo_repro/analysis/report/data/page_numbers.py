@@ -5,6 +5,7 @@ All numbers are float64 from the recorded columns. Separate counts have the valu
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import reduce
 from operator import add
@@ -18,19 +19,19 @@ from ppo_repro.analysis import agreement
 from ppo_repro.analysis.agreement import Agreement, agreement_of
 from ppo_repro.analysis.clip_flags import DRAWN, recorded_clipped
 from ppo_repro.analysis.report.data.run_curves import (
-    Point,
+    Curve,
+    curves_of,
     read_sampled,
-    return_points,
+    response_means,
+    return_means,
     returns_of,
-    sampled_points,
-    with_recorded,
 )
 from ppo_repro.analysis.report.data.run_facts import Facts
 from ppo_repro.records import reader
 from ppo_repro.records.logprob_pairs import deltas
 from ppo_repro.records.manifest import has_responses
 from ppo_repro.runs.summary import draws_of_records
-from ppo_repro.statistics.clusters import Floats
+from ppo_repro.statistics.clusters import Floats, Ratio
 from ppo_repro.statistics.draws import NONE, Draws
 
 DELTA_EDGES: Floats = 10.0 ** np.linspace(-9.0, 1.0, 31)  # of |old - rollout|, nats
@@ -80,7 +81,7 @@ class ResponseSummary(NamedTuple):
 class _Iteration:
     """Numbers of one iteration; `responses` is empty for a control run."""
 
-    points: list[Point]  # metrics of its samples
+    means: Mapping[str, Ratio]  # of its samples, by metric
     values: Floats  # scores, or returns of the episodes that ended
     counts: Counts
     ratios: pd.DataFrame  # a row per StepRatios
@@ -95,7 +96,7 @@ class PageNumbers:
     Curves, values and responses are of all iterations. The other numbers leave out iterations that a fork copied.
     """
 
-    curves: pd.DataFrame  # a frame of curves
+    curves: Mapping[str, Curve]  # by metric
     values: dict[int, Floats]  # by iteration
     responses: pd.DataFrame  # a row per ResponseSummary
     counts: Counts
@@ -126,7 +127,7 @@ def read_page_numbers(facts: Facts, iterations: pd.DataFrame, steps: pd.DataFram
     scans = {number: _scan_iteration(facts, number) for number in facts.iterations}
     computed = [scans[number] for number in facts.manifest.own_iterations]
     return PageNumbers(
-        curves=with_recorded(facts, [point for scan in scans.values() for point in scan.points], iterations, steps),
+        curves=curves_of(facts, {number: scan.means for number, scan in scans.items()}, iterations, steps),
         values={number: scan.values for number, scan in scans.items()},
         responses=pd.concat([scan.responses for scan in scans.values()], ignore_index=True),
         counts=reduce(add, (scan.counts for scan in computed)),
@@ -141,14 +142,14 @@ def _scan_iteration(facts: Facts, number: int) -> _Iteration:
     if has_responses(recorded):
         sequences, tokens = read_sampled(facts, number)
         draws, values = draws_of_records(number, tokens), sequences["scores"].to_numpy(np.float64)
-        points = sampled_points(number, sequences, tokens, draws)
+        means = response_means(sequences, tokens, draws)
         responses = _response_summary(number, sequences, tokens, updates)
     else:
         tokens = reader.read_tokens(run_dir, iterations=one, columns=agreement.TOKENS_COMPARED, recorded=recorded)
         draws, values, responses = NONE, returns_of(facts, number), pd.DataFrame(columns=ResponseSummary._fields)
-        points = return_points(number, values)
+        means = return_means(values)
     ratios, flags = ratio_quantiles(number, updates), _flag_counts(number, updates["clip_flag"])
-    return _Iteration(points, values, _counts(tokens, updates, draws), ratios, flags, responses)
+    return _Iteration(means, values, _counts(tokens, updates, draws), ratios, flags, responses)
 
 
 def _counts(tokens: pd.DataFrame, updates: pd.DataFrame, draws: Draws) -> Counts:

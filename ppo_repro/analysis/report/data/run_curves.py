@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -19,21 +18,38 @@ from ppo_repro.records import reader
 from ppo_repro.records.manifest import has_responses
 from ppo_repro.runs.summary import draws_of_records
 from ppo_repro.statistics import clusters
-from ppo_repro.statistics.clusters import Floats, Ratio
+from ppo_repro.statistics.clusters import Floats, Ints, Ratio
 from ppo_repro.statistics.draws import Draws
 
 _SEQUENCE_COLUMNS = ["iteration", "sequence", "response_length", "scores", "is_correct"]
 _TOKEN_COLUMNS = [*agreement.TOKENS_COMPARED, "entropies", "ref_kl", "cumulative_probs"]
 
 
-class Point(NamedTuple):
-    """A point of a curve, with the ends of its band. A frame of curves is a pandas frame with one row per Point."""
+@dataclass(frozen=True)
+class Curve:
+    """A metric by iteration; `low` and `high` are the ends of its band, NaN without a band."""
 
-    iteration: int
-    metric: str
-    value: float
-    low: float
-    high: float
+    iteration: Ints
+    value: Floats
+    low: Floats
+    high: Floats
+    seeds: Ints | None = None  # of a mean over seeds: how many seeds each value has
+
+    def since(self, iteration: int) -> Curve:
+        """Return the part from an iteration on."""
+        part = self.iteration >= iteration
+        return Curve(self.iteration[part], self.value[part], self.low[part], self.high[part])
+
+    @property
+    def ends(self) -> tuple[float, float]:
+        """Return the first and the last value that is a number; NaN if none is."""
+        numbers = self.value[~np.isnan(self.value)]
+        return (float(numbers[0]), float(numbers[-1])) if len(numbers) else (math.nan, math.nan)
+
+    @property
+    def table(self) -> pd.DataFrame:
+        """Return a row per iteration, with the fields as columns."""
+        return pd.DataFrame({name: values for name, values in vars(self).items() if values is not None})
 
 
 @dataclass(frozen=True)
@@ -42,7 +58,7 @@ class OneRun:
 
     facts: Facts
     iterations: pd.DataFrame  # without the iterations that a fork copied, which have the settings of its origin
-    curves: pd.DataFrame  # a frame of curves
+    curves: Mapping[str, Curve]  # by metric
 
     @property
     def unequal(self) -> int:
@@ -70,23 +86,59 @@ def summary_tables(facts: Facts) -> tuple[pd.DataFrame, pd.DataFrame]:
     )
 
 
-def run_curves(facts: Facts, iterations: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
-    """Return every curve of a run of any kind as a frame of curves."""
-    sampled: list[Point] = []
+def run_curves(facts: Facts, iterations: pd.DataFrame, steps: pd.DataFrame) -> dict[str, Curve]:
+    """Return every curve of a run of any kind, by metric."""
+    sampled: dict[int, Mapping[str, Ratio]] = {}
     for iteration in facts.iterations:
         if has_responses(facts.manifest):
             sequences, tokens = read_sampled(facts, iteration)
-            sampled += sampled_points(iteration, sequences, tokens, draws_of_records(iteration, tokens))
+            sampled[iteration] = response_means(sequences, tokens, draws_of_records(iteration, tokens))
         elif facts.manifest.kind == CONTROL:
-            sampled += return_points(iteration, returns_of(facts, iteration))
-    return with_recorded(facts, sampled, iterations, steps)
+            sampled[iteration] = return_means(returns_of(facts, iteration))
+    return curves_of(facts, sampled, iterations, steps)
 
 
-def with_recorded(facts: Facts, sampled: list[Point], iterations: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
-    """Return sampled and recorded curves as a frame of curves; no accuracies if responses cannot be right or wrong."""
-    recorded = recorded_rows(iterations, steps, facts.manifest.final, facts.content.metrics)
-    curves = pd.concat([pd.DataFrame(sampled), recorded], ignore_index=True) if sampled else recorded
-    return curves if facts.is_judged else curves[~curves["metric"].isin(facts.content.accuracies)]
+def curves_of(
+    facts: Facts, sampled: Mapping[int, Mapping[str, Ratio]], iterations: pd.DataFrame, steps: pd.DataFrame
+) -> dict[str, Curve]:
+    """Return the curves of a run by metric; no accuracies if responses cannot be right or wrong.
+
+    Args:
+        sampled: the means of the samples, by iteration and metric.
+        iterations: the table `iterations`; a metric that is also a final result has a point after the last iteration.
+        steps: the table `steps`; low and high are the smallest and largest step of the iteration.
+    """
+
+    def curve(metric: Plotted) -> Curve:
+        match metric.source:
+            case "samples":
+                return _of_means({i: means[metric.key] for i, means in sampled.items() if metric.key in means})
+            case "iterations":
+                return _of_iterations(iterations, metric.key, facts.manifest.final.get(metric.key))
+            case "steps":
+                return _of_steps(steps, metric.key)
+
+    meant = [metric for metric in facts.content.metrics if facts.is_judged or not metric.accuracy_of]
+    return {metric.key: found for metric in meant if len((found := curve(metric)).iteration)}
+
+
+def _of_means(means: Mapping[int, Ratio]) -> Curve:
+    value, error = (np.array([mean[k] for mean in means.values()], dtype=np.float64) for k in (0, 1))
+    return Curve(np.array([*means], dtype=np.int64), value, value - error, value + error)
+
+
+def _of_iterations(iterations: pd.DataFrame, name: str, final: float | str | None) -> Curve:
+    known = iterations[iterations[name].notna()]
+    at, value = known["iteration"].to_numpy(np.int64), known[name].to_numpy(np.float64)
+    if final is not None and not math.isnan(float(final)):
+        at, value = np.append(at, len(iterations)), np.append(value, float(final))
+    no_band = np.full(len(at), np.nan)
+    return Curve(at, value, no_band, no_band)
+
+
+def _of_steps(steps: pd.DataFrame, name: str) -> Curve:
+    known = steps.groupby("iteration")[name].agg(["mean", "min", "max"]).dropna(subset="mean")
+    return Curve(known.index.to_numpy(np.int64), *known.to_numpy(np.float64).T)
 
 
 def read_sampled(facts: Facts, iteration: int) -> tuple[pd.DataFrame, pd.DataFrame]:
@@ -105,7 +157,7 @@ def returns_of(facts: Facts, iteration: int) -> Floats:
     return episodes["episode_return"].dropna().to_numpy(np.float64)
 
 
-def sampled_points(iteration: int, sequences: pd.DataFrame, tokens: pd.DataFrame, drawn: Draws) -> list[Point]:
+def response_means(sequences: pd.DataFrame, tokens: pd.DataFrame, drawn: Draws) -> dict[str, Ratio]:
     """Return the metrics of the sampled responses of one iteration; `drawn` has the draws of their tokens."""
     owner = tokens["sequence"].to_numpy(np.int64)
     lengths = sequences["response_length"].to_numpy(np.float64)
@@ -113,7 +165,7 @@ def sampled_points(iteration: int, sequences: pd.DataFrame, tokens: pd.DataFrame
     def per_sequence(name: str) -> Floats:
         return np.asarray(np.bincount(owner, tokens[name].to_numpy(np.float64), len(sequences)), dtype=np.float64)
 
-    estimates = {
+    return {
         "score_mean": clusters.mean(sequences["scores"].to_numpy(np.float64)),
         "accuracy": clusters.mean(sequences["is_correct"].to_numpy(np.float64)),
         "ref_kl_per_sequence": clusters.mean(per_sequence("ref_kl")),
@@ -121,49 +173,14 @@ def sampled_points(iteration: int, sequences: pd.DataFrame, tokens: pd.DataFrame
         "response_length_mean": clusters.mean(lengths),
         "excess": Ratio(drawn.mean, drawn.error),
     }
-    return [_point(iteration, name, estimate) for name, estimate in estimates.items()]
 
 
-def recorded_rows(
-    iterations: pd.DataFrame,
-    steps: pd.DataFrame,
-    final: Mapping[str, float | int | str],
-    metrics: Sequence[Plotted],
-) -> pd.DataFrame:
-    """Return the metrics of the tables `iterations` and `steps` as a frame of curves.
-
-    Args:
-        iterations: the table `iterations`; low and high of its metrics are NaN.
-        steps: the table `steps`; low and high are the smallest and largest step of the iteration.
-        final: the final results; a metric of `iterations` in them has a point after the last iteration.
-        metrics: metrics of any source.
-    """
-    tables = []
-    for name in (metric.key for metric in metrics if metric.source == "iterations"):
-        rows = iterations.loc[iterations[name].notna(), ["iteration", name]].rename(columns={name: "value"})
-        if name in final and not math.isnan(float(final[name])):
-            rows.loc[len(iterations)] = [len(iterations), float(final[name])]
-        tables.append(rows.assign(metric=name, low=np.nan, high=np.nan))
-    for name in (metric.key for metric in metrics if metric.source == "steps"):
-        grouped = steps.groupby("iteration", as_index=False)[name].agg(value="mean", low="min", high="max")
-        tables.append(grouped[grouped["value"].notna()].assign(metric=name))
-    filled = [table for table in tables if len(table)]
-    columns = list(Point._fields)
-    return pd.concat(filled, ignore_index=True)[columns] if filled else pd.DataFrame(columns=columns)
+def return_means(returns: Floats) -> dict[str, Ratio]:
+    """Return the mean return of the episodes that ended in an iteration; {} if none ended."""
+    return {"episode_return_mean": clusters.mean(returns)} if len(returns) else {}
 
 
-def first_and_last(metrics: Sequence[Plotted], curves: pd.DataFrame) -> pd.DataFrame:
+def first_and_last(metrics: Sequence[Plotted], curves: Mapping[str, Curve]) -> pd.DataFrame:
     """Return the first and last value of the metrics' curves: quantity, first, last, unit."""
-    ends = curves.sort_values("iteration").groupby("metric")["value"].agg(["first", "last"])
-    rows = [(m.title, *map(float, ends.loc[m.key]), m.unit) for m in metrics if m.key in ends.index]
+    rows = [(m.title, *curves[m.key].ends, m.unit) for m in metrics if m.key in curves]
     return pd.DataFrame(rows, columns=["quantity", "first", "last", "unit"])
-
-
-def return_points(iteration: int, returns: Floats) -> list[Point]:
-    """Return the mean return of the episodes that ended in an iteration; [] if none ended."""
-    return [_point(iteration, "episode_return_mean", clusters.mean(returns))] if len(returns) else []
-
-
-def _point(iteration: int, metric: str, estimate: Ratio) -> Point:
-    mean, error = estimate
-    return Point(iteration, metric, mean, mean - error, mean + error)

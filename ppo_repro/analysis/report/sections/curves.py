@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,7 +13,7 @@ from ppo_repro.analysis.html.markup import number
 from ppo_repro.analysis.html.page import Figure, Section
 from ppo_repro.analysis.mean_text import finite_of
 from ppo_repro.analysis.report.data.metrics import Plotted, Range
-from ppo_repro.analysis.report.data.run_curves import Point
+from ppo_repro.analysis.report.data.run_curves import Curve
 from ppo_repro.analysis.report.data.run_facts import Facts
 from ppo_repro.analysis.significance import one_sample, t_interval
 from ppo_repro.statistics.clusters import Floats
@@ -23,54 +23,75 @@ from ppo_repro.statistics.clusters import Floats
 class PageLine:
     """A run, or a setting with several seeds, as one line in every chart of a page.
 
-    `curves` is a frame of curves with all metrics. `seeds` are frames of curves too, of single runs, which the charts
-    draw as thin lines. `tooltip` is a longer text than `name`.
+    `curves` has the curve of each metric. `seeds` has the same of single runs, which the charts draw as thin lines.
+    `tooltip` is a longer text than `name`.
     """
 
     name: str
-    curves: pd.DataFrame
-    seeds: tuple[pd.DataFrame, ...] = ()
+    curves: Mapping[str, Curve]
+    seeds: tuple[Mapping[str, Curve], ...] = ()
     tooltip: str = ""
+
+    def values(self, metric: str) -> Floats:
+        """Return the values of a metric; [] if the run or setting does not have it."""
+        return self.curves[metric].value if metric in self.curves else np.zeros(0)
+
+    def line(self, metric: str, colour: int) -> list[Line]:
+        """Return the line of a metric in a chart; [] if the run or setting does not have it."""
+        if metric not in self.curves:
+            return []
+        curve, seeds = self.curves[metric], [seed[metric] for seed in self.seeds if metric in seed]
+        parts = tuple((seed.iteration.astype(np.float64), seed.value) for seed in seeds)
+        at = curve.iteration.astype(np.float64)
+        return [Line(self.name, at, curve.value, curve.low, curve.high, colour, parts, self.tooltip)]
 
 
 MANY_SEEDS = 5  # charts show fewer seeds one by one
 
 
-def over_seeds(runs: Sequence[pd.DataFrame], metrics: Sequence[Plotted], score: Range) -> pd.DataFrame:
-    """Return the mean over seeds as a frame of curves; an iteration's mean is over the seeds that have the iteration.
+def over_seeds(runs: Sequence[Mapping[str, Curve]], metrics: Sequence[Plotted], score: Range) -> dict[str, Curve]:
+    """Return the mean over seeds of each metric that has a finite value; `score` is the possible range of scores."""
+    means = {}
+    for metric in metrics:
+        curves = [run[metric.key] for run in runs if metric.key in run]
+        if any(np.isfinite(curve.value).any() for curve in curves):
+            means[metric.key] = _mean(curves, score if metric.possible is None else metric.possible)
+    return means
+
+
+def _mean(seeds: Sequence[Curve], possible: Range) -> Curve:
+    """Return the mean of one metric; an iteration's mean is over the seeds that have a finite value there.
 
     low and high are the ends of the 95 % Student interval, clipped to the possible values. With fewer than MANY_SEEDS
-    seeds an interval says little, so low and high are the smallest and the largest value. `score` is the possible range
-    of scores.
+    seeds an interval says little, so low and high are the smallest and the largest value.
     """
-    ranges = {metric.key: score if metric.possible is None else metric.possible for metric in metrics}
+    every = pd.concat([pd.Series(seed.value, seed.iteration) for seed in seeds], axis=1).sort_index()
     rows = []
-    for (metric, iteration), group in pd.concat(runs).groupby(["metric", "iteration"]):
-        values, _ = finite_of(group["value"])  # the column `seeds` counts them
-        if len(values):
-            estimate = one_sample(values)
-            ends = (values.min(), values.max()) if len(values) < MANY_SEEDS else t_interval(estimate, 0.95)
-            rows.append((iteration, metric, estimate.mean, *np.clip(ends, *ranges[str(metric)]), len(values)))
-    return pd.DataFrame(rows, columns=[*Point._fields, "seeds"])
+    for iteration, values in zip(every.index, every.to_numpy(np.float64), strict=True):
+        finite, _ = finite_of(values)  # the column `seeds` counts them
+        if len(finite):
+            estimate = one_sample(finite)
+            ends = (finite.min(), finite.max()) if len(finite) < MANY_SEEDS else t_interval(estimate, 0.95)
+            rows.append((iteration, estimate.mean, *np.clip(ends, *possible), len(finite)))
+    at, mean, low, high, counts = np.array(rows, dtype=np.float64).T
+    return Curve(at.astype(np.int64), mean, low, high, counts.astype(np.int64))
 
 
-def _rows(frame: pd.DataFrame, metric: str) -> pd.DataFrame:
-    return frame[frame["metric"] == metric].sort_values("iteration")
+def lines_of(page_lines: Sequence[PageLine], metric: str) -> list[Line]:
+    """Return the lines of a metric in one chart; each run or setting has the same colour in all charts."""
+    return [line for colour, page_line in enumerate(page_lines) for line in page_line.line(metric, colour)]
 
 
 def informative(wanted: Sequence[Plotted], page_lines: Sequence[PageLine]) -> list[Plotted]:
     """Return the metrics without accuracies that equal their score, and without settings that never change."""
-    return [metric for metric in wanted if _is_informative(metric, page_lines)]
 
+    def is_informative(metric: Plotted, line: PageLine) -> bool:
+        values = line.values(metric.key)
+        if metric.is_setting:
+            return len(np.unique(values)) > 1
+        return not np.array_equal(values, line.values(metric.accuracy_of))
 
-def _is_informative(metric: Plotted, page_lines: Sequence[PageLine]) -> bool:
-    values, scores = (
-        [_rows(line.curves, name)["value"].to_numpy(np.float64) for line in page_lines]
-        for name in (metric.key, metric.accuracy_of)
-    )
-    if metric.is_setting:
-        return any(len(np.unique(recorded)) > 1 for recorded in values)
-    return not all(map(np.array_equal, values, scores))
+    return [metric for metric in wanted if any(is_informative(metric, line) for line in page_lines)]
 
 
 def metric_figures(
@@ -85,18 +106,17 @@ def metric_figures(
     """
     figures = []
     for metric in informative(wanted, page_lines):
-        drawn = [(line, metric.key) for line in page_lines]
-        if chart := curve_chart(metric.title, metric.unit, drawn, forked_at, has_legend=False):
-            caption = "; ".join(filter(None, [metric.caption, band or metric.band, equal_lines(drawn)])) + "."
-            figures.append(Figure(metric.title, chart, caption, _numbers(drawn)))
+        lines = lines_of(page_lines, metric.key)
+        if chart := curve_chart(metric.title, metric.unit, lines, forked_at, has_legend=False):
+            caption = "; ".join(filter(None, [metric.caption, band or metric.band, equal_lines(lines)])) + "."
+            figures.append(Figure(metric.title, chart, caption, _numbers(page_lines, metric.key)))
     return figures
 
 
-def _numbers(drawn: Sequence[tuple[PageLine, str]]) -> pd.DataFrame:
-    """Return the rows of each line and metric; with several lines a column more, `line`, has their names."""
-    rows = [_rows(line.curves, metric).assign(line=line.name).drop(columns="metric") for line, metric in drawn]
-    filled = [frame for frame in rows if len(frame)]
-    return filled[0].drop(columns="line") if len(filled) == 1 else pd.concat(filled, ignore_index=True)
+def _numbers(page_lines: Sequence[PageLine], metric: str) -> pd.DataFrame:
+    """Return the curve of each line as rows; with several lines a column more, `line`, has their names."""
+    tables = [line.curves[metric].table.assign(line=line.name) for line in page_lines if metric in line.curves]
+    return tables[0].drop(columns="line") if len(tables) == 1 else pd.concat(tables, ignore_index=True)
 
 
 def metric_by_step(metric: Plotted, steps: pd.DataFrame) -> Figure:
@@ -108,37 +128,24 @@ def metric_by_step(metric: Plotted, steps: pd.DataFrame) -> Figure:
     return Figure(metric.title, chart, f"{metric.caption}.", numbers)
 
 
-def equal_lines(drawn: Sequence[tuple[PageLine, str]]) -> str:
+def equal_lines(lines: Sequence[Line]) -> str:
     """Return which lines have the same values, so that one hides the other; "" if none do."""
     groups: dict[tuple[bytes, bytes], list[str]] = {}
-    for line, metric in drawn:
-        at, values, _, _ = _columns(line.curves, metric)
-        if len(at):
-            groups.setdefault((at.tobytes(), values.tobytes()), []).append(line.name)
+    for line in lines:
+        groups.setdefault((line.x.tobytes(), line.y.tobytes()), []).append(line.name)
     same = [" and ".join(f"`{name}`" for name in names) for names in groups.values() if len(names) > 1]
     return "; ".join(f"the same line: {names}" for names in same)
 
 
 def curve_chart(
-    title: str,
-    unit: str,
-    drawn: Sequence[tuple[PageLine, str]],
-    forked_at: int | None = None,
-    has_legend: bool = True,
+    title: str, unit: str, lines: Sequence[Line], forked_at: int | None = None, has_legend: bool = True
 ) -> str:
-    """Return a chart with one metric of each line, "" if no line has its metric.
+    """Return a chart of lines over the iterations, "" without a line.
 
     Args:
-        drawn: each line, and its metric; the colour is the index.
         forked_at: the iteration that a dotted line marks.
         has_legend: whether the chart names its lines.
     """
-    lines = []
-    for colour, (line, metric) in enumerate(drawn):
-        at, values, low, high = _columns(line.curves, metric)
-        parts = tuple(_columns(curves, metric)[:2] for curves in line.seeds)
-        if len(at):
-            lines.append(Line(line.name, at, values, low, high, colour, parts, line.tooltip))
     if not lines:
         return ""
     ends = "; ".join(f"{line.name}: {number(float(line.y[0]))} to {number(float(line.y[-1]))}" for line in lines)
@@ -148,17 +155,17 @@ def curve_chart(
     return line_chart(lines, x, axis_for(unit, ranges), f"{title} by iteration. {ends}.", rules, has_legend)
 
 
-def run_chart(facts: Facts, curves: pd.DataFrame) -> str:
-    """Return the chart of the first screen from a run's frame of curves."""
+def run_chart(facts: Facts, curves: Mapping[str, Curve]) -> str:
+    """Return the chart of the first screen from a run's curves."""
     shown = facts.content.first_chart
-    drawn, unit = [(PageLine(quantity.label, curves), quantity.key) for quantity in shown], shown[-1].title
-    return curve_chart(unit.capitalize(), unit, drawn, facts.forked_at)
+    lines = [line for i, metric in enumerate(shown) for line in PageLine(metric.label, curves).line(metric.key, i)]
+    return curve_chart(shown[-1].title.capitalize(), shown[-1].title, lines, facts.forked_at)
 
 
 def main_chart(facts: Facts, page_lines: Sequence[PageLine]) -> str:
     """Return a chart with the evaluated metric of each line, or with the sampled one if nothing was evaluated."""
     charts = (
-        curve_chart(quantity.title.capitalize(), quantity.title, [(line, quantity.key) for line in page_lines])
+        curve_chart(quantity.title.capitalize(), quantity.title, lines_of(page_lines, quantity.key))
         for quantity in facts.content.first_chart
     )
     return next(filter(None, charts), "")
@@ -174,10 +181,3 @@ def curve_sections(facts: Facts, page_lines: Sequence[PageLine], notes: Sequence
         Section("learning", "Learning", notes, learning, legend=names),
         Section("optimisation", "Optimisation", notes, optimisation, legend=names),
     ]
-
-
-def _columns(frame: pd.DataFrame, metric: str) -> tuple[Floats, Floats, Floats, Floats]:
-    """Return iteration, value, low and high of one metric."""
-    rows = _rows(frame, metric)
-    x, y, low, high = (rows[name].to_numpy(np.float64) for name in ("iteration", "value", "low", "high"))
-    return x, y, low, high

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from ppo_repro.analysis.grid_outcomes import ACCURACY, MEASURES
-from ppo_repro.analysis.report.data.metrics import CONTENT, DPO_STEPS, Plotted
+from ppo_repro.analysis.report.data.metrics import CONTENT, DPO_STEPS, Metric
 from ppo_repro.config.files import CONTROL, DPO, LANGUAGE, Kind
 from ppo_repro.records.schema import CONTROL_TABLES, DPO_TABLES, ITERATIONS, TABLES, Table
 from ppo_repro.statistics.mismatch_metrics import METRICS
@@ -45,7 +45,7 @@ def test_a_metric_of_a_page_has_the_name_of_its_column(kind: Kind, tables: tuple
     content, by_name = CONTENT[kind], {table.name: columns(table) for table in tables}
     assert {line.key for line in (*content.first_chart, content.last_value, *content.totals)} <= by_name["iterations"]
 
-    def has_name(metric: Plotted) -> bool:
+    def has_name(metric: Metric) -> bool:
         if metric.source == "samples":  # recomputed
             return metric.key in by_name["iterations"] | explained("report")
         return metric.key in by_name[metric.source]

@@ -23,7 +23,7 @@ from ppo_repro.analysis.grid_outcomes import (
     outcomes,
 )
 from ppo_repro.analysis.grid_table import comparisons
-from ppo_repro.analysis.report.data.metrics import Quantity
+from ppo_repro.analysis.report.data.metrics import Metric
 from ppo_repro.analysis.report.sections.grid_answer import answer_cards, main_effects, spread
 from ppo_repro.base.errors import UserError
 from ppo_repro.commands.analyses.table import answer
@@ -237,7 +237,7 @@ def test_the_answer_of_a_grid_says_which_settings_it_cannot_compare(tmp_path: Pa
     values = {"x": [0.25, 0.5, 0.75], "y": [0.5, math.nan, 0.75], "z": [0.5, 0.25, 0.75]}
     finals = pd.DataFrame([(point, i, value) for point, of in values.items() for i, value in enumerate(of)])
     finals.columns = pd.Index(["point", "seed", "eval_accuracy"])
-    _, answered, compared = answer_cards(tmp_path, finals, Quantity("eval_accuracy", "accuracy"), "", 1.0)
+    _, answered, compared = answer_cards(tmp_path, finals, Metric("eval_accuracy", "final", "accuracy"), "", 1.0)
     assert "0 of 2 settings differ" in answered.statements[0].text
     assert "1 of 2 cannot be compared, because a result is not finite." in answered.statements[0].text
     assert "not finite" in compared.blocks[0]
@@ -249,9 +249,9 @@ def test_a_run_without_a_result_leaves_the_effect_of_an_axis_unknown(tmp_path: P
     values = [0.5, 0.25, 0.5, 0.75, math.nan, 0.5, 0.75, 1.0]
     points = [f"{row['axis.a']}, {row['axis.b']}" for row in rows]
     finals = pd.DataFrame({"point": points, "seed": [row["seed"] for row in rows], "eval_accuracy": values})
-    effects = main_effects(tmp_path, finals, Quantity("eval_accuracy", "accuracy"))
+    effects = main_effects(tmp_path, finals, Metric("eval_accuracy", "final", "accuracy"))
     assert effects["accuracy"].tolist() == ["not finite", "not finite"]
-    effects = main_effects(tmp_path, finals.fillna(0.75), Quantity("eval_accuracy", "accuracy"))
+    effects = main_effects(tmp_path, finals.fillna(0.75), Metric("eval_accuracy", "final", "accuracy"))
     # of seed 1 the means of y and x are 0.75 and 0.5, of seed 2 0.75 and 0.5
     assert effects["accuracy"].tolist() == ["+0.250", "+0.250"]
 

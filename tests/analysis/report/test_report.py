@@ -20,7 +20,7 @@ from scipy import stats
 
 from ppo_repro.analysis.html.page import page
 from ppo_repro.analysis.report import build
-from ppo_repro.analysis.report.data.metrics import Quantity
+from ppo_repro.analysis.report.data.metrics import Metric
 from ppo_repro.analysis.report.data.page_numbers import read_page_numbers
 from ppo_repro.analysis.report.data.run_curves import summary_tables
 from ppo_repro.analysis.report.data.run_facts import Facts, read_facts
@@ -321,7 +321,7 @@ def test_a_grid_has_its_question_its_settings_and_links(
     assert "grid: 4 runs" in said
 
 
-ACCURACY = Quantity("eval_accuracy", "held-out accuracy")
+ACCURACY = Metric("eval_accuracy", "final", "held-out accuracy")
 SENTENCE = "settings differ from deterministic in held-out accuracy (paired t-tests over 3 seeds"
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from ppo_repro.analysis.report.data.metrics import PageContent, Quantity
+from ppo_repro.analysis.report.data.metrics import Metric, PageContent
 from ppo_repro.analysis.report.data.run_curves import OneRun, read_run
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.files import MANIFEST, folders_with
@@ -37,7 +37,7 @@ class FolderRuns:
     states: Mapping[Path, str]
     copies: Sequence[tuple[Path, Path]]
     settings: Mapping[Setting, Sequence[OneRun]]
-    results: Sequence[Quantity]
+    results: Sequence[Metric]
     finals: pd.DataFrame
 
     @property
@@ -55,7 +55,7 @@ class FolderRuns:
         """Return the number of runs of each setting."""
         return [len(group) for group in self.settings.values()]
 
-    def values_of(self, setting: Setting, result: Quantity) -> pd.Series:
+    def values_of(self, setting: Setting, result: Metric) -> pd.Series:
         """Return a result of each run of a setting."""
         return self.finals.loc[self.finals["point"] == setting.short, result.key]
 
@@ -141,14 +141,13 @@ def _renamed(setting: Setting, group: Sequence[OneRun]) -> Setting:
     return Setting(name or setting.short or group[0].facts.config.experiment, setting.whole)
 
 
-def _results(runs: Sequence[OneRun]) -> dict[Quantity, list[float]]:
+def _results(runs: Sequence[OneRun]) -> dict[Metric, list[float]]:
     """Return the values of the final results that all runs have, or else of the last mean score or return."""
     content, judged = runs[0].facts.content, all(run.facts.is_judged for run in runs)
     shared = [
         result
         for result in content.results
-        if all(result.key in run.facts.manifest.final for run in runs)
-        and (judged or result.key not in content.accuracies)
+        if all(result.key in run.facts.manifest.final for run in runs) and (judged or not result.accuracy_of)
     ]
     if not shared:
         return {content.last_value: [float(run.iterations[content.last_value.key].iloc[-1]) for run in runs]}
@@ -157,25 +156,25 @@ def _results(runs: Sequence[OneRun]) -> dict[Quantity, list[float]]:
     return {result: of for result, of in values.items() if result == shared[0] or of != values[shared[0]]}
 
 
-def _finals(settings: Mapping[Setting, Sequence[OneRun]], results: Mapping[Quantity, Sequence[float]]) -> pd.DataFrame:
+def _finals(settings: Mapping[Setting, Sequence[OneRun]], results: Mapping[Metric, Sequence[float]]) -> pd.DataFrame:
     """Return the frame `finals` of FolderRuns."""
     runs = [(setting.short, run.facts.config.seed) for setting, group in settings.items() for run in group]
     named = {result.key: values for result, values in results.items()}
     return pd.DataFrame(runs, columns=["point", "seed"]).assign(**named)
 
 
-def largest_possible(runs: FolderRuns, result: Quantity) -> float:
+def largest_possible(runs: FolderRuns, result: Metric) -> float:
     """Return the largest difference of a result that two runs can have; infinite without a limit."""
-    if (possible := runs.content.possible_of(result)) is not None:
-        low, high = possible
+    if result.possible is not None:
+        low, high = result.possible
         return high - low
     ends = [run.facts.config.reward.score_range for run in runs.listed if isinstance(run.facts.config, RunConfig)]
     return max(high for _, high in ends) - min(low for low, _ in ends)
 
 
-def largest_recorded(runs: FolderRuns, result: Quantity) -> float:
+def largest_recorded(runs: FolderRuns, result: Metric) -> float:
     """Return the largest difference of two scores of sampled responses; infinite for a result that is no score."""
-    if runs.content.possible_of(result) is not None:
+    if result.possible is not None:
         return math.inf
     scores = [
         reader.read_sequences(run.facts.run_dir, iterations=run.facts.manifest.own_iterations, columns=["scores"])

@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 
 from ppo_repro.analysis import agreement
-from ppo_repro.analysis.report.data.metrics import Plotted
+from ppo_repro.analysis.report.data.metrics import Metric
 from ppo_repro.analysis.report.data.run_facts import Facts, read_facts
 from ppo_repro.config.files import CONTROL
 from ppo_repro.records import reader
@@ -109,14 +109,12 @@ def curves_of(
         steps: the table `steps`; low and high are the smallest and largest step of the iteration.
     """
 
-    def curve(metric: Plotted) -> Curve:
-        match metric.source:
-            case "samples":
-                return _of_means({i: means[metric.key] for i, means in sampled.items() if metric.key in means})
-            case "iterations":
-                return _of_iterations(iterations, metric.key, facts.manifest.final.get(metric.key))
-            case "steps":
-                return _of_steps(steps, metric.key)
+    def curve(metric: Metric) -> Curve:
+        if metric.source == "samples":
+            return _of_means({i: means[metric.key] for i, means in sampled.items() if metric.key in means})
+        if metric.source == "steps":
+            return _of_steps(steps, metric.key)
+        return _of_iterations(iterations, metric.key, facts.manifest.final.get(metric.key))
 
     meant = [metric for metric in facts.content.metrics if facts.is_judged or not metric.accuracy_of]
     return {metric.key: found for metric in meant if len((found := curve(metric)).iteration)}
@@ -180,7 +178,7 @@ def return_means(returns: Floats) -> dict[str, Ratio]:
     return {"episode_return_mean": clusters.mean(returns)} if len(returns) else {}
 
 
-def first_and_last(metrics: Sequence[Plotted], curves: Mapping[str, Curve]) -> pd.DataFrame:
+def first_and_last(metrics: Sequence[Metric], curves: Mapping[str, Curve]) -> pd.DataFrame:
     """Return the first and last value of the metrics' curves: quantity, first, last, unit."""
     rows = [(m.title, *curves[m.key].ends, m.unit) for m in metrics if m.key in curves]
     return pd.DataFrame(rows, columns=["quantity", "first", "last", "unit"])

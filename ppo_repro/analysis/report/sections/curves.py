@@ -12,7 +12,7 @@ from ppo_repro.analysis.html.charts import Line, Rule, axis_for, legend, line_ch
 from ppo_repro.analysis.html.markup import number
 from ppo_repro.analysis.html.page import Figure, Section
 from ppo_repro.analysis.mean_text import finite_of
-from ppo_repro.analysis.report.data.metrics import Plotted, Range
+from ppo_repro.analysis.report.data.metrics import Metric, Range
 from ppo_repro.analysis.report.data.run_curves import Curve
 from ppo_repro.analysis.report.data.run_facts import Facts
 from ppo_repro.analysis.significance import one_sample, t_interval
@@ -49,7 +49,7 @@ class PageLine:
 MANY_SEEDS = 5  # charts show fewer seeds one by one
 
 
-def over_seeds(runs: Sequence[Mapping[str, Curve]], metrics: Sequence[Plotted], score: Range) -> dict[str, Curve]:
+def over_seeds(runs: Sequence[Mapping[str, Curve]], metrics: Sequence[Metric], score: Range) -> dict[str, Curve]:
     """Return the mean over seeds of each metric that has a finite value; `score` is the possible range of scores."""
     means = {}
     for metric in metrics:
@@ -82,10 +82,10 @@ def lines_of(page_lines: Sequence[PageLine], metric: str) -> list[Line]:
     return [line for colour, page_line in enumerate(page_lines) for line in page_line.line(metric, colour)]
 
 
-def informative(wanted: Sequence[Plotted], page_lines: Sequence[PageLine]) -> list[Plotted]:
+def informative(wanted: Sequence[Metric], page_lines: Sequence[PageLine]) -> list[Metric]:
     """Return the metrics without accuracies that equal their score, and without settings that never change."""
 
-    def is_informative(metric: Plotted, line: PageLine) -> bool:
+    def is_informative(metric: Metric, line: PageLine) -> bool:
         values = line.values(metric.key)
         if metric.is_setting:
             return len(np.unique(values)) > 1
@@ -95,7 +95,7 @@ def informative(wanted: Sequence[Plotted], page_lines: Sequence[PageLine]) -> li
 
 
 def metric_figures(
-    wanted: Sequence[Plotted], page_lines: Sequence[PageLine], band: str = "", forked_at: int | None = None
+    wanted: Sequence[Metric], page_lines: Sequence[PageLine], band: str = "", forked_at: int | None = None
 ) -> list[Figure]:
     """Return one figure per metric that a line has, without a legend.
 
@@ -119,7 +119,7 @@ def _numbers(page_lines: Sequence[PageLine], metric: str) -> pd.DataFrame:
     return tables[0].drop(columns="line") if len(tables) == 1 else pd.concat(tables, ignore_index=True)
 
 
-def metric_by_step(metric: Plotted, steps: pd.DataFrame) -> Figure:
+def metric_by_step(metric: Metric, steps: pd.DataFrame) -> Figure:
     """Return the figure of a metric of the table `steps` by step, not by iteration."""
     at, values = np.arange(len(steps), dtype=np.float64), steps[metric.key].to_numpy(np.float64)
     alt = f"{metric.title} by step: {number(float(values[0]))} to {number(float(values[-1]))}."
@@ -165,8 +165,8 @@ def run_chart(facts: Facts, curves: Mapping[str, Curve]) -> str:
 def main_chart(facts: Facts, page_lines: Sequence[PageLine]) -> str:
     """Return a chart with the evaluated metric of each line, or with the sampled one if nothing was evaluated."""
     charts = (
-        curve_chart(quantity.title.capitalize(), quantity.title, lines_of(page_lines, quantity.key))
-        for quantity in facts.content.first_chart
+        curve_chart(metric.title.capitalize(), metric.title, lines_of(page_lines, metric.key))
+        for metric in facts.content.first_chart
     )
     return next(filter(None, charts), "")
 

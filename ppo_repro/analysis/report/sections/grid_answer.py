@@ -13,7 +13,7 @@ from ppo_repro.analysis.grid_table import comparisons
 from ppo_repro.analysis.html.markup import number, table
 from ppo_repro.analysis.html.page import Card, Statement, scrolled
 from ppo_repro.analysis.mean_text import mean_and_half_width, mean_and_range
-from ppo_repro.analysis.report.data.metrics import Quantity
+from ppo_repro.analysis.report.data.metrics import Metric
 from ppo_repro.analysis.report.sections.curves import MANY_SEEDS
 from ppo_repro.analysis.significance import detectable, holm
 from ppo_repro.config.files import read_tree
@@ -42,7 +42,7 @@ class Differences:
 def answer_cards(
     folder: Path,
     finals: pd.DataFrame,
-    result: Quantity,
+    result: Metric,
     chart: str,
     possible: float,
     recorded: float = math.inf,
@@ -79,7 +79,7 @@ def answer_cards(
     return cards
 
 
-def main_effects(folder: Path, finals: pd.DataFrame, result: Quantity) -> pd.DataFrame:
+def main_effects(folder: Path, finals: pd.DataFrame, result: Metric) -> pd.DataFrame:
     """Return the differences of an axis's labels from its first label, averaged over the other axes, paired by seed.
 
     Empty for a grid with one axis. An axis whose labels do not have the same settings of the other axes is left out.
@@ -132,7 +132,7 @@ def _columns(compared: pd.DataFrame, name: str) -> dict[str, list[str]]:
     }
 
 
-def _why_not_compared(finals: pd.DataFrame, result: Quantity) -> str:
+def _why_not_compared(finals: pd.DataFrame, result: Metric) -> str:
     """Return why settings have no differences with intervals; "" if they have."""
     seeds = finals.groupby("point")["seed"].apply(frozenset)
     if len(seeds) < 2:

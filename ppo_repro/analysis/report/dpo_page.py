@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import numpy as np
 import pandas as pd
 
 from ppo_repro.analysis.html.markup import sentence
 from ppo_repro.analysis.html.page import Card, Section, Statement, facts_html, folded_text, page
 from ppo_repro.analysis.report.data.metrics import DPO_STEPS
-from ppo_repro.analysis.report.data.run_curves import Curve, run_curves, summary_tables
+from ppo_repro.analysis.report.data.run_curves import Curves, run_curves, summary_tables
 from ppo_repro.analysis.report.data.run_facts import Facts, repeating
 from ppo_repro.analysis.report.sections.curves import PageLine, metric_by_step, metric_figures, run_chart
 from ppo_repro.analysis.report.sections.histograms import distribution_figure
@@ -47,7 +45,7 @@ def dpo_page(facts: Facts) -> str:
     return page(facts.name, cards, sections)
 
 
-def _learning(facts: Facts, curves: Mapping[str, Curve], pairs: dict[str, pd.DataFrame]) -> Section:
+def _learning(facts: Facts, curves: Curves, pairs: dict[str, pd.DataFrame]) -> Section:
     """Return the section Learning; if no margin is finite, a sentence replaces the figure of margins after training."""
     figures = metric_figures(facts.content.learning, [PageLine("this run", curves)])
     margins = {group: rows["margins"].to_numpy(np.float64) for group, rows in pairs.items() if len(rows)}

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import pandas as pd
 
 from ppo_repro.analysis.html.page import Card, Section, facts_html, folded_table, folded_text, page
 from ppo_repro.analysis.report.data.chosen_responses import choose_responses
 from ppo_repro.analysis.report.data.page_numbers import read_page_numbers
-from ppo_repro.analysis.report.data.run_curves import Curve, first_and_last, summary_tables
+from ppo_repro.analysis.report.data.run_curves import Curves, first_and_last, summary_tables
 from ppo_repro.analysis.report.data.run_facts import Facts, repeating
 from ppo_repro.analysis.report.data.token_view import read_token_view
 from ppo_repro.analysis.report.sections import curves, verdicts
@@ -66,9 +64,7 @@ def run_page(facts: Facts, responses: int) -> str:
     return page(facts.name, cards, sections, tokens)
 
 
-def _tables(
-    facts: Facts, iterations: pd.DataFrame, steps: pd.DataFrame, run_curves: Mapping[str, Curve]
-) -> dict[str, pd.DataFrame]:
+def _tables(facts: Facts, iterations: pd.DataFrame, steps: pd.DataFrame, run_curves: Curves) -> dict[str, pd.DataFrame]:
     """Return the tables of key numbers by title."""
     metrics = curves.informative(facts.content.metrics, [PageLine("this run", run_curves)])
     tables = {

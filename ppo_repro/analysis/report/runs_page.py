@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pandas as pd
@@ -14,7 +14,7 @@ from ppo_repro.analysis.html.page import Card, Section, Statement, folded_table,
 from ppo_repro.analysis.mean_text import HALF_WIDTH
 from ppo_repro.analysis.report.data.folder_runs import FolderRuns, largest_possible, largest_recorded, read_folder
 from ppo_repro.analysis.report.data.metrics import ANY
-from ppo_repro.analysis.report.data.run_curves import Curve, OneRun
+from ppo_repro.analysis.report.data.run_curves import Curves, OneRun
 from ppo_repro.analysis.report.sections import curves
 from ppo_repro.analysis.report.sections.curves import PageLine, curve_sections, main_chart
 from ppo_repro.analysis.report.sections.grid_answer import answer_cards, spread
@@ -121,7 +121,7 @@ def _line(setting: Setting, group: Sequence[OneRun]) -> PageLine:
     return PageLine(setting.short, curves.over_seeds(runs, content.metrics, score), seeds, setting.whole)
 
 
-def _curves_after_fork(run: OneRun) -> Mapping[str, Curve]:
+def _curves_after_fork(run: OneRun) -> Curves:
     """Return a run's curves; a fork's curves begin where it left its origin, whose setting it had before."""
     begin = run.facts.forked_at or 0
     return {metric: after for metric, curve in run.curves.items() if len((after := curve.since(begin)).iteration)}

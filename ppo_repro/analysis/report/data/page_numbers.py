@@ -19,7 +19,7 @@ from ppo_repro.analysis import agreement
 from ppo_repro.analysis.agreement import Agreement, agreement_of
 from ppo_repro.analysis.clip_flags import DRAWN, recorded_clipped
 from ppo_repro.analysis.report.data.run_curves import (
-    Curve,
+    Curves,
     curves_of,
     read_sampled,
     response_means,
@@ -96,7 +96,7 @@ class PageNumbers:
     Curves, values and responses are of all iterations. The other numbers leave out iterations that a fork copied.
     """
 
-    curves: Mapping[str, Curve]  # by metric
+    curves: Curves
     values: dict[int, Floats]  # by iteration
     responses: pd.DataFrame  # a row per ResponseSummary
     counts: Counts

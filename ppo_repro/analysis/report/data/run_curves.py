@@ -52,13 +52,16 @@ class Curve:
         return pd.DataFrame({name: values for name, values in vars(self).items() if values is not None})
 
 
+Curves = Mapping[str, Curve]  # of a run, by metric
+
+
 @dataclass(frozen=True)
 class OneRun:
     """One run of a page about several: its facts, the table `iterations`, and its curves."""
 
     facts: Facts
     iterations: pd.DataFrame  # without the iterations that a fork copied, which have the settings of its origin
-    curves: Mapping[str, Curve]  # by metric
+    curves: Curves
 
     @property
     def unequal(self) -> int:
@@ -86,7 +89,7 @@ def summary_tables(facts: Facts) -> tuple[pd.DataFrame, pd.DataFrame]:
     )
 
 
-def run_curves(facts: Facts, iterations: pd.DataFrame, steps: pd.DataFrame) -> dict[str, Curve]:
+def run_curves(facts: Facts, iterations: pd.DataFrame, steps: pd.DataFrame) -> Curves:
     """Return every curve of a run of any kind, by metric."""
     sampled: dict[int, Mapping[str, Ratio]] = {}
     for iteration in facts.iterations:
@@ -100,7 +103,7 @@ def run_curves(facts: Facts, iterations: pd.DataFrame, steps: pd.DataFrame) -> d
 
 def curves_of(
     facts: Facts, sampled: Mapping[int, Mapping[str, Ratio]], iterations: pd.DataFrame, steps: pd.DataFrame
-) -> dict[str, Curve]:
+) -> Curves:
     """Return the curves of a run by metric; no accuracies if responses cannot be right or wrong.
 
     Args:
@@ -178,7 +181,7 @@ def return_means(returns: Floats) -> dict[str, Ratio]:
     return {"episode_return_mean": clusters.mean(returns)} if len(returns) else {}
 
 
-def first_and_last(metrics: Sequence[Metric], curves: Mapping[str, Curve]) -> pd.DataFrame:
+def first_and_last(metrics: Sequence[Metric], curves: Curves) -> pd.DataFrame:
     """Return the first and last value of the metrics' curves: quantity, first, last, unit."""
     rows = [(m.title, *curves[m.key].ends, m.unit) for m in metrics if m.key in curves]
     return pd.DataFrame(rows, columns=["quantity", "first", "last", "unit"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,7 +13,7 @@ from ppo_repro.analysis.html.markup import number
 from ppo_repro.analysis.html.page import Figure, Section
 from ppo_repro.analysis.mean_text import finite_of
 from ppo_repro.analysis.report.data.metrics import Metric, Range
-from ppo_repro.analysis.report.data.run_curves import Curve
+from ppo_repro.analysis.report.data.run_curves import Curve, Curves
 from ppo_repro.analysis.report.data.run_facts import Facts
 from ppo_repro.analysis.significance import one_sample, t_interval
 from ppo_repro.statistics.clusters import Floats
@@ -28,28 +28,26 @@ class PageLine:
     """
 
     name: str
-    curves: Mapping[str, Curve]
-    seeds: tuple[Mapping[str, Curve], ...] = ()
+    curves: Curves
+    seeds: tuple[Curves, ...] = ()
     tooltip: str = ""
 
     def values(self, metric: str) -> Floats:
         """Return the values of a metric; [] if the run or setting does not have it."""
         return self.curves[metric].value if metric in self.curves else np.zeros(0)
 
-    def line(self, metric: str, colour: int) -> list[Line]:
-        """Return the line of a metric in a chart; [] if the run or setting does not have it."""
-        if metric not in self.curves:
-            return []
+    def line(self, metric: str, colour: int) -> Line:
+        """Return the line of a metric in a chart."""
         curve, seeds = self.curves[metric], [seed[metric] for seed in self.seeds if metric in seed]
         parts = tuple((seed.iteration.astype(np.float64), seed.value) for seed in seeds)
         at = curve.iteration.astype(np.float64)
-        return [Line(self.name, at, curve.value, curve.low, curve.high, colour, parts, self.tooltip)]
+        return Line(self.name, at, curve.value, curve.low, curve.high, colour, parts, self.tooltip)
 
 
 MANY_SEEDS = 5  # charts show fewer seeds one by one
 
 
-def over_seeds(runs: Sequence[Mapping[str, Curve]], metrics: Sequence[Metric], score: Range) -> dict[str, Curve]:
+def over_seeds(runs: Sequence[Curves], metrics: Sequence[Metric], score: Range) -> Curves:
     """Return the mean over seeds of each metric that has a finite value; `score` is the possible range of scores."""
     means = {}
     for metric in metrics:
@@ -79,7 +77,7 @@ def _mean(seeds: Sequence[Curve], possible: Range) -> Curve:
 
 def lines_of(page_lines: Sequence[PageLine], metric: str) -> list[Line]:
     """Return the lines of a metric in one chart; each run or setting has the same colour in all charts."""
-    return [line for colour, page_line in enumerate(page_lines) for line in page_line.line(metric, colour)]
+    return [line.line(metric, colour) for colour, line in enumerate(page_lines) if metric in line.curves]
 
 
 def informative(wanted: Sequence[Metric], page_lines: Sequence[PageLine]) -> list[Metric]:
@@ -155,10 +153,10 @@ def curve_chart(
     return line_chart(lines, x, axis_for(unit, ranges), f"{title} by iteration. {ends}.", rules, has_legend)
 
 
-def run_chart(facts: Facts, curves: Mapping[str, Curve]) -> str:
+def run_chart(facts: Facts, curves: Curves) -> str:
     """Return the chart of the first screen from a run's curves."""
     shown = facts.content.first_chart
-    lines = [line for i, metric in enumerate(shown) for line in PageLine(metric.label, curves).line(metric.key, i)]
+    lines = [PageLine(m.label, curves).line(m.key, i) for i, m in enumerate(shown) if m.key in curves]
     return curve_chart(shown[-1].title.capitalize(), shown[-1].title, lines, facts.forked_at)
 
 

@@ -172,7 +172,7 @@ def line_chart(
     """Return a chart of lines with their bands, distinguished by colour and dashes."""
     plot = _plot(x, y, [(line.name, line.colour, line.tooltip) for line in lines if has_legend], rules)
     content = [_band(plot, line) for line in lines]
-    content += [_thin_line(plot, *part, line.colour) for line in lines for part in line.parts]
+    content += [_stroke("part", line.colour, plot.across(a), plot.down(b)) for line in lines for a, b in line.parts]
     content += [_line(plot, line) for line in lines]
     return plot.picture(content, rules, alt, _values(plot, lines))
 
@@ -262,22 +262,20 @@ def _rules(plot: Plot, rules: Sequence[Rule]) -> str:
     return "".join(f'<path class="rule" d="{d}"></path>' for d in lines)
 
 
-def _thin_line(plot: Plot, x: Floats, y: Floats, colour: int) -> str:
-    across, down = plot.across(x), plot.down(y)
-    d = "".join(_open(across[run], down[run]) for run in _finite_runs(down) if len(run) > 1)
-    return f'<path class="part stroke{colour % COLOURS}" d="{d}"></path>' if d else ""
+def _stroke(mark: str, colour: int, x: Floats, y: Floats) -> str:
+    """Draw a line through positions, without points that stand alone; `mark` is its class."""
+    d = "".join(_open(x[run], y[run]) for run in _finite_runs(y) if len(run) > 1)
+    return f'<path class="{mark} stroke{colour % COLOURS}" d="{d}"></path>' if d else ""
 
 
 def _line(plot: Plot, line: Line) -> str:
     x, y = plot.across(line.x), plot.down(np.asarray(line.y, dtype=np.float64))
-    d = "".join(_open(x[run], y[run]) for run in _finite_runs(y) if len(run) > 1)
     alone = [run[0] for run in _finite_runs(y) if len(run) == 1]
     dots = np.flatnonzero(np.isfinite(y)) if len(y) <= FEW_POINTS else alone
-    path = f'<path class="line stroke{line.colour % COLOURS}" d="{d}"></path>' if d else ""
     circles = (
         f'<circle class="fill{line.colour % COLOURS}" cx="{x[k]:.1f}" cy="{y[k]:.1f}" r="2.4"></circle>' for k in dots
     )
-    return path + "".join(circles)
+    return _stroke("line", line.colour, x, y) + "".join(circles)
 
 
 def _band(plot: Plot, line: Line) -> str:

@@ -66,10 +66,10 @@ def _learning(runs: Mapping[str, OneRun]) -> list[Statement]:
     """Return a sentence about the first and last score or return of each run, and a warning about its weight."""
     sentences = []
     for name, run in runs.items():
-        for line in run.facts.content.first_chart:
-            if line.key in run.curves:
-                values = run.curves[line.key].value.tolist()
-                sentences.append(Statement("fact", f"{name} {change(values[0], values[-1])} ({line.title})."))
+        for metric in run.facts.content.first_chart:
+            if metric.key in run.curves:
+                values = run.curves[metric.key].value.tolist()
+                sentences.append(Statement("fact", f"{name} {change(values[0], values[-1])} ({metric.title})."))
                 break
     alone = "One run each says nothing about the methods: compare seeds by `ppo-repro analyse table`."
     return [*sentences, Statement("fact", alone)]

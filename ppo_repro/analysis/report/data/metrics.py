@@ -171,10 +171,7 @@ CONTENT = {
             replace(_SCORE, title="score", label="sampled ± standard error"),
         ),
         samples="responses",
-        results=(
-            replace(_EVAL_ACCURACY, title="held-out accuracy"),
-            replace(_EVAL_SCORE, title="held-out score"),
-        ),
+        results=(replace(_EVAL_ACCURACY, title="held-out accuracy"), replace(_EVAL_SCORE, title="held-out score")),
         last_value=replace(_SCORE, title="last score"),
         totals=(Metric("sequences", "iterations", "responses"), Metric("tokens", "iterations", "response tokens")),
         beside_mismatch=(_EXCESS_OF_DRAWS,),

@@ -80,8 +80,10 @@ def run_grid(
             (grid_dir / "cells").mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"{grid_dir}: cannot be written ({error.strerror}); choose another --out") from error
+        orders = _orders(grid, grid_dir, keep_changed, processes)  # first: a refused call changes no file
         atomic_write(grid_dir / GRID, dump_yaml(grid.file).encode())
-        orders = _orders(grid, grid_dir, keep_changed, processes)
+        for cell in grid.cells:
+            write_config(cell, grid_dir / "cells" / cell.name)
         write_tables(grid_dir, grid)  # a tracker that copies the grid meanwhile reads the labels there
         say_anyway(f"{len(grid.cells) - len(orders)} of {len(grid.cells)} cells are complete already")
         try:
@@ -93,11 +95,11 @@ def run_grid(
 
 
 def _orders(grid: Grid, grid_dir: Path, keep_changed: bool, processes: int) -> list[Order]:
-    """Lay out all cells, and return an order for each cell that is not complete."""
+    """Check all cells, and return an order for each cell that is not complete."""
     orders = []
     for cell in grid.cells:
         folder = grid_dir / "cells" / cell.name
-        write_config(cell, folder)
+        _check_config(cell, folder)
         if not keep_changed:
             check_unchanged(cell, folder)
         if cell_state(folder) != "complete":
@@ -119,10 +121,14 @@ def _run(grid: Grid, grid_dir: Path, executor: Executor, orders: Sequence[Order]
 
 
 def write_config(cell: Cell, folder: Path) -> None:
-    """Write the configuration of a cell that has no run yet.
+    """Write the configuration of a cell that has no run yet."""
+    if run_of(folder) is None:
+        folder.mkdir(parents=True, exist_ok=True)
+        atomic_write(folder / "config.yaml", dump_yaml(cell.config).encode())
 
-    Raises UserError, naming fields and values, if the cell's folder has another configuration.
-    """
+
+def _check_config(cell: Cell, folder: Path) -> None:
+    """Raise UserError, naming fields and values, if the cell's folder has another configuration."""
     path = folder / "config.yaml"
     if path.exists():
         before = load_any(path)[1]
@@ -133,9 +139,6 @@ def write_config(cell: Cell, folder: Path) -> None:
                 f"{folder}: was made from another configuration than the grid file has now "
                 f"({', '.join(fields[:SHOWN_FIELDS])}{more}); rename the grid file, or choose another --out"
             )
-    if run_of(folder) is None:
-        folder.mkdir(parents=True, exist_ok=True)
-        atomic_write(path, dump_yaml(cell.config).encode())
 
 
 def check_unchanged(cell: Cell, folder: Path) -> None:

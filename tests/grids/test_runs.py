@@ -207,6 +207,15 @@ def test_the_table_of_cells_has_a_cell_when_it_ends(tmp_path: Path) -> None:
     assert table["message"].tolist() == ["error: as meant"] * 2
 
 
+def test_a_refused_call_changes_no_file(tmp_path: Path) -> None:
+    executor = Failing(tmp_path / "g" / "cells.parquet")
+    finished(grid_file(tmp_path, {}, [1]), tmp_path, executor)
+    before = {path: path.read_bytes() for path in (tmp_path / "g").rglob("*.*")}
+    with pytest.raises(UserError, match="seed=1: was made from another configuration"):
+        finished(grid_file(tmp_path, {}, [2, 1], **{"ppo.weight_decay": 0.5}), tmp_path, executor)
+    assert {path: path.read_bytes() for path in (tmp_path / "g").rglob("*.*")} == before
+
+
 @slow
 def test_a_cell_whose_reward_was_edited_is_refused_or_run_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

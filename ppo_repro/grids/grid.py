@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import io
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +31,7 @@ from ppo_repro.records import manifest, reader
 from ppo_repro.records.changes import change_lines, config_changes
 from ppo_repro.records.grid import CELLS, GRID, RESULTS, axes_of
 from ppo_repro.records.notes import read_environments
-from ppo_repro.runs.environment import describe_environment
+from ppo_repro.runs.environment import describe_code, describe_environment
 from ppo_repro.runs.run import NO_TRACKING
 
 SHOWN = ("final.eval_accuracy", "final.eval_score")  # columns of the printed table
@@ -96,12 +96,12 @@ def run_grid(
 
 def _orders(grid: Grid, grid_dir: Path, keep_changed: bool, processes: int) -> list[Order]:
     """Check all cells, and return an order for each cell that is not complete."""
-    orders = []
+    orders, code = list[Order](), describe_code()
     for cell in grid.cells:
         folder = grid_dir / "cells" / cell.name
         _check_config(cell, folder)
         if not keep_changed:
-            check_unchanged(cell, folder)
+            check_unchanged(cell, folder, code)
         if cell_state(folder) != "complete":
             orders.append(Order(cell.name, str(folder.absolute()), cell.config.layout.threads, processes))
     return orders
@@ -141,8 +141,8 @@ def _check_config(cell: Cell, folder: Path) -> None:
             )
 
 
-def check_unchanged(cell: Cell, folder: Path) -> None:
-    """Raise UserError if other code or packages or other input files computed the run of a cell.
+def check_unchanged(cell: Cell, folder: Path, code: Mapping[str, object]) -> None:
+    """Raise UserError if code other than `code`, other packages or other input files computed the run of a cell.
 
     Another kind of machine counts if it may compute other bits.
     """
@@ -151,7 +151,7 @@ def check_unchanged(cell: Cell, folder: Path) -> None:
         return
     recorded = manifest.load_head(run_dir)
     changing = CHANGING if is_same_everywhere(cell.config) else CHANGING + OF_MACHINE
-    before, now = read_environments(run_dir, recorded), describe_environment(cell.config, 1)
+    before, now = read_environments(run_dir, recorded), describe_environment(cell.config, 1, code)
     what = [name for name in changing if any(environment[name] != now[name] for environment in before)]
     if gather(cell.config).digests != recorded.inputs:
         what.append("input file")

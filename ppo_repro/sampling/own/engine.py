@@ -51,7 +51,7 @@ class EngineProcess:
     ) -> list[Response]:
         """Return one response per prompt.
 
-        The first of `seeds`, modulo 2^32, seeds the global generators of the process. The engine gets `seeds` unchanged.
+        The first of `seeds`, modulo 2^32, seeds the global generators of the process. The class gets all `seeds` whole.
         """
         row = {"prompts": prompts, "sampling": asdict(sampling), "seeds": seeds}
         responses: list[Response] = self._call("generate", row, seeds[0] % _SEEDS)

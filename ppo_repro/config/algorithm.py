@@ -300,7 +300,7 @@ AnyEstimator = Annotated[Annotated[KLEstimator, WORD] | Annotated[FunctionEstima
 
 
 class KLPlace(Section):
-    """What the loop must know of any place of the KL."""
+    """Where the KL is charged. The properties say which KL the loop must compute exactly."""
 
     @property
     def rewards_have_exact_reverse_kl(self) -> bool:

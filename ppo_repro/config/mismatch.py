@@ -19,8 +19,10 @@ class TrainerFaults(Section):
 
     top_p_scored: bool = Field(True, description="Renormalise over the tokens that top-k and top-p kept.")
     temperature_scored: bool = Field(True, description="Divide logits by the temperature, as the sampler does.")
-    prompt_before: AddedText = Field("", description="Text before each prompt that only the trainer has; a second BOS.")
-    prompt_after: AddedText = Field("", description="The same after each prompt; a second chat template is both.")
+    prompt_before: AddedText = Field("", description="Only the trainer has this text before each prompt, e.g. a BOS.")
+    prompt_after: AddedText = Field(
+        "", description="Only the trainer has this text after each prompt; a second chat template sets both."
+    )
     padding_leak: Index = Field(0, description="Pad shorter prompts on the left to so many tokens, without a mask.")
     retokenize: Fraction = Field(0.0, description="Share of responses decoded and encoded again before training.")
     eos_in_loss: bool = Field(True, description="End tokens have a loss like any other token.")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import io
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +31,7 @@ from ppo_repro.records import manifest, reader
 from ppo_repro.records.changes import change_lines, config_changes
 from ppo_repro.records.grid import CELLS, GRID, RESULTS, axes_of
 from ppo_repro.records.notes import read_environments
-from ppo_repro.runs.environment import describe_environment
+from ppo_repro.runs.environment import describe_code, describe_environment
 from ppo_repro.runs.run import NO_TRACKING
 
 SHOWN = ("final.eval_accuracy", "final.eval_score")  # columns of the printed table
@@ -80,8 +80,10 @@ def run_grid(
             (grid_dir / "cells").mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"{grid_dir}: cannot be written ({error.strerror}); choose another --out") from error
+        orders = _orders(grid, grid_dir, keep_changed, processes)  # first: a refused call changes no file
         atomic_write(grid_dir / GRID, dump_yaml(grid.file).encode())
-        orders = _orders(grid, grid_dir, keep_changed, processes)
+        for cell in grid.cells:
+            write_config(cell, grid_dir / "cells" / cell.name)
         write_tables(grid_dir, grid)  # a tracker that copies the grid meanwhile reads the labels there
         say_anyway(f"{len(grid.cells) - len(orders)} of {len(grid.cells)} cells are complete already")
         try:
@@ -93,13 +95,13 @@ def run_grid(
 
 
 def _orders(grid: Grid, grid_dir: Path, keep_changed: bool, processes: int) -> list[Order]:
-    """Lay out all cells, and return an order for each cell that is not complete."""
-    orders = []
+    """Check all cells, and return an order for each cell that is not complete."""
+    orders, code = list[Order](), describe_code()
     for cell in grid.cells:
         folder = grid_dir / "cells" / cell.name
-        write_config(cell, folder)
+        _check_config(cell, folder)
         if not keep_changed:
-            check_unchanged(cell, folder)
+            check_unchanged(cell, folder, code)
         if cell_state(folder) != "complete":
             orders.append(Order(cell.name, str(folder.absolute()), cell.config.layout.threads, processes))
     return orders
@@ -119,10 +121,14 @@ def _run(grid: Grid, grid_dir: Path, executor: Executor, orders: Sequence[Order]
 
 
 def write_config(cell: Cell, folder: Path) -> None:
-    """Write the configuration of a cell that has no run yet.
+    """Write the configuration of a cell that has no run yet."""
+    if run_of(folder) is None:
+        folder.mkdir(parents=True, exist_ok=True)
+        atomic_write(folder / "config.yaml", dump_yaml(cell.config).encode())
 
-    Raises UserError, naming fields and values, if the cell's folder has another configuration.
-    """
+
+def _check_config(cell: Cell, folder: Path) -> None:
+    """Raise UserError, naming fields and values, if the cell's folder has another configuration."""
     path = folder / "config.yaml"
     if path.exists():
         before = load_any(path)[1]
@@ -133,13 +139,10 @@ def write_config(cell: Cell, folder: Path) -> None:
                 f"{folder}: was made from another configuration than the grid file has now "
                 f"({', '.join(fields[:SHOWN_FIELDS])}{more}); rename the grid file, or choose another --out"
             )
-    if run_of(folder) is None:
-        folder.mkdir(parents=True, exist_ok=True)
-        atomic_write(path, dump_yaml(cell.config).encode())
 
 
-def check_unchanged(cell: Cell, folder: Path) -> None:
-    """Raise UserError if other code or packages or other input files computed the run of a cell.
+def check_unchanged(cell: Cell, folder: Path, code: Mapping[str, object]) -> None:
+    """Raise UserError if code other than `code`, other packages or other input files computed the run of a cell.
 
     Another kind of machine counts if it may compute other bits.
     """
@@ -148,7 +151,7 @@ def check_unchanged(cell: Cell, folder: Path) -> None:
         return
     recorded = manifest.load_head(run_dir)
     changing = CHANGING if is_same_everywhere(cell.config) else CHANGING + OF_MACHINE
-    before, now = read_environments(run_dir, recorded), describe_environment(cell.config, 1)
+    before, now = read_environments(run_dir, recorded), describe_environment(cell.config, 1, code)
     what = [name for name in changing if any(environment[name] != now[name] for environment in before)]
     if gather(cell.config).digests != recorded.inputs:
         what.append("input file")

@@ -3,8 +3,8 @@
 Sequence i of S is in slot ((i + 1) slots - 1) // S. A slot's sum is a chain over its sequences. The slots are joined as
 the binary tree ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)). So micro-batches and processes never change a bit.
 
-Between two micro-batches, memory has an array for each subtree that waits: at most log2(slots) + 1 arrays. With one
-backward pass there is one array.
+A complete subtree waits in an array for its sibling. Between two micro-batches at most log2(slots) + 1 arrays are
+in memory. With one backward pass there is one array.
 """
 
 from __future__ import annotations

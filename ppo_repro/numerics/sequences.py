@@ -24,7 +24,7 @@ class Rows:
 
     sequence: Ints  # [n], rising
     position: Ints  # [n], rising within a sequence
-    slots: Ints  # [S + 1], slots of the sequences and of the next sequence; if none follows, number of slots
+    slots: Ints  # [S + 1], the slot of each sequence and of the sequence after them; number of slots if none follows
     sums: GradientSums | None = None  # receive the gradients of weights; None for a pass without such gradients
     edge: Tensor | None = None  # see `edge_of`; None: any trained parameter
 

@@ -75,7 +75,7 @@ def charge_penalties(penalties: Tensor, lengths: Tensor, word_ids: Tensor, charg
 
 
 def token_rewards(placed: Tensor, kl_penalties: Tensor) -> Tensor:
-    """Return r_t = placed_t - kl_penalties_t, rounded once: [N] float64 and [N] float32 -> [N] float32.
+    """Return r_t = float32(placed_t) - kl_penalties_t in float32: [N] float64 and [N] float32 -> [N] float32.
 
     With the score on the last token, this is Ouyang et al., 2022, equation 2.
     """

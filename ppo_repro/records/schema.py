@@ -183,7 +183,7 @@ TOKENS = Table("tokens", "one row per response token", ("iteration", "sequence",
         about="placed_scores minus kl_penalties, before whitening."),
     deep("rollout_routes", "list<int32>", "index", "computed",
         about="Experts that computed the token's distribution in the sampler: for each layer with experts, in order, "
-              "the chosen ones by rising index; null for dense models, an SGLang server, and tokens encoded again."),
+              "the chosen ones by rising index; null for dense models, your own sampler, and tokens encoded again."),
     deep("policy_routes", "list<int32>", "index", "computed",
         about="Experts that computed the token's distribution in the training forward before any update, as in "
               "rollout_routes; null for dense models."),

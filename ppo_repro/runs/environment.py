@@ -7,6 +7,7 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Mapping
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -62,9 +63,18 @@ def require_same_versions(ranks: Ranks) -> None:
         ranks.require_same(what, version, UserError)
 
 
-def describe_environment(config: AnyConfig, processes: int) -> dict[str, Any]:
-    """Return all facts outside the configuration that can make two runs differ."""
-    status, packages = _git("status", "--porcelain"), list(PACKAGES)
+def describe_code() -> dict[str, Any]:
+    """Return digest and git commit of this package's code. This reads all its files."""
+    return {
+        "code_digest": code_digest(),
+        "git_commit": _git("rev-parse", "HEAD"),
+        "git_dirty": bool(_git("status", "--porcelain")),
+    }
+
+
+def describe_environment(config: AnyConfig, processes: int, code: Mapping[str, Any]) -> dict[str, Any]:
+    """Return all facts outside the configuration that can make two runs differ; `code` is from `describe_code`."""
+    packages = list(PACKAGES)
     if isinstance(config, RunConfig) and isinstance(config.task, ReasoningGymTask) and find_spec("reasoning_gym"):
         packages.append("reasoning-gym")
     if isinstance(config, ControlConfig):
@@ -83,7 +93,5 @@ def describe_environment(config: AnyConfig, processes: int) -> dict[str, Any]:
         "processes": processes,
         "cores": os.cpu_count(),
         "numerics_mode": config.numerics.mode,
-        "code_digest": code_digest(),
-        "git_commit": _git("rev-parse", "HEAD"),
-        "git_dirty": bool(status),
+        **code,
     }

@@ -20,7 +20,7 @@ from ppo_repro.records import folder, manifest
 from ppo_repro.records.manifest import Head, Manifest
 from ppo_repro.records.notes import resumed_notes
 from ppo_repro.records.writer import RunWriter
-from ppo_repro.runs.environment import describe_environment
+from ppo_repro.runs.environment import describe_code, describe_environment
 from ppo_repro.runs.execute import execute, work_along
 from ppo_repro.runs.kind import Config, Item, RunKind
 from ppo_repro.runs.machines import on_every_machine
@@ -74,7 +74,10 @@ def resume(
             files = _files_to_go_on_with(run_dir, plan.recorded, resumed.start)
             contents = verify_files(run_dir, plan.recorded.model_copy(update={"files": files}))
             clock.lap("inputs")
-            environment = {**describe_environment(config, ranks.size), folder.STARTED: as_text(clock.started)}
+            environment = {
+                **describe_environment(config, ranks.size, describe_code()),
+                folder.STARTED: as_text(clock.started),
+            }
             tree = {"iteration": resumed.start, "overrides": list(overrides), "environment": environment}
             with tracking:
                 try:

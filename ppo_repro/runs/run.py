@@ -22,7 +22,7 @@ from ppo_repro.records.folder import STARTED, UNEQUAL
 from ppo_repro.records.label import UNLABELLED, Label, write_label
 from ppo_repro.records.run_state import how_to_repair
 from ppo_repro.records.writer import RunWriter
-from ppo_repro.runs.environment import describe_environment
+from ppo_repro.runs.environment import describe_code, describe_environment
 from ppo_repro.runs.execute import execute, work_along
 from ppo_repro.runs.kind import Config, Item, RunKind
 from ppo_repro.runs.machine_memory import require_memory
@@ -99,7 +99,7 @@ def compute_new(
     if not ranks.is_first:
         work_along(kind, config, start)
         return
-    environment = {**describe_environment(config, ranks.size), STARTED: as_text(clock.started)}
+    environment = {**describe_environment(config, ranks.size, describe_code()), STARTED: as_text(clock.started)}
     temporary = writer.lay_out_run(run_dir, inputs, environment, run_digest(inputs, origin), kind.name)
     with _new_run(temporary, run_dir, label, inherited):
         clock.lap("records")

@@ -22,6 +22,7 @@ from ppo_repro.grids.ray_and_slurm import Ray
 from ppo_repro.grids.spec import Cell, load_grid
 from ppo_repro.records import manifest, reader
 from ppo_repro.records.folder import load_any_recorded_config
+from ppo_repro.runs import environment
 from tests.grids.small_grids import fingerprints, grid_file, written_grid
 from tests.support.cli import Cli
 from tests.support.interrupts import started
@@ -70,10 +71,16 @@ def test_cells_of_two_processes_on_two_nodes_of_ray_have_the_fingerprints_of_one
 
 
 @slow
-def test_a_second_call_repeats_nothing_and_the_tables_are_the_records(four: Grid) -> None:
+def test_a_second_call_repeats_nothing_and_the_tables_are_the_records(
+    four: Grid, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path, found, folder = four
+    digests: list[str] = []
+    real = environment.code_digest
+    monkeypatch.setattr(environment, "code_digest", lambda: digests.append(real()) or digests[-1])
     before = {p: p.stat().st_mtime_ns for p in folder.rglob("records/**/*.parquet")}
     assert finished(path, folder.parent).ran == ()
+    assert len(digests) == 1, "the code is read once, not for each cell"
     assert before
     assert {p: p.stat().st_mtime_ns for p in folder.rglob("records/**/*.parquet")} == before
     cells, results = pd.read_parquet(folder / "cells.parquet"), pd.read_parquet(folder / "results.parquet")
@@ -159,14 +166,15 @@ def test_another_machine_matters_where_results_are_not_the_same_everywhere(
     run_dir = shutil.copytree(request.getfixturevalue(which), tmp_path / "cell" / "name" / "run")
     config, real = load_any_recorded_config(run_dir, manifest.load_head(run_dir)), grid_module.describe_environment
     cell = Cell("seed=1", {}, config.seed, config)
-    grid_module.check_unchanged(cell, tmp_path / "cell")
+    code = environment.describe_code()
+    grid_module.check_unchanged(cell, tmp_path / "cell", code)
     for name in grid_module.OF_MACHINE:
         monkeypatch.setattr(grid_module, "describe_environment", lambda *a, n=name: {**real(*a), n: "other"})
         if which == "deterministic_run":
-            grid_module.check_unchanged(cell, tmp_path / "cell")
+            grid_module.check_unchanged(cell, tmp_path / "cell", code)
             continue
         with pytest.raises(UserError, match=f"was computed with another {name} than now; --keep-changed"):
-            grid_module.check_unchanged(cell, tmp_path / "cell")
+            grid_module.check_unchanged(cell, tmp_path / "cell", code)
 
 
 class Failing:
@@ -205,6 +213,15 @@ def test_the_table_of_cells_has_a_cell_when_it_ends(tmp_path: Path) -> None:
     table = finished(grid_file(tmp_path, {}, [1, 2]), tmp_path, executor).table
     assert executor.seen == [["failed", "missing"], ["failed", "failed"]]
     assert table["message"].tolist() == ["error: as meant"] * 2
+
+
+def test_a_refused_call_changes_no_file(tmp_path: Path) -> None:
+    executor = Failing(tmp_path / "g" / "cells.parquet")
+    finished(grid_file(tmp_path, {}, [1]), tmp_path, executor)
+    before = {path: path.read_bytes() for path in (tmp_path / "g").rglob("*.*")}
+    with pytest.raises(UserError, match="seed=1: was made from another configuration"):
+        finished(grid_file(tmp_path, {}, [2, 1], **{"ppo.weight_decay": 0.5}), tmp_path, executor)
+    assert {path: path.read_bytes() for path in (tmp_path / "g").rglob("*.*")} == before
 
 
 @slow

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import fsum
@@ -53,20 +55,15 @@ def encode_again(
     for end in before.char_end[: len(body)]:
         owners.append(next((j for j in range(max(last, 0), len(new)) if after.char_end[j] >= end), len(new) - 1))
         last = owners[-1]
-    sources = [_source(before, after, owners, token) for token in range(len(new))]
-    owned = [owners.count(token) for token in range(len(new))]
+    owned, last_owned = Counter(owners), {owner: t for t, owner in enumerate(owners)}
+    ends = before.char_end[: len(body)]  # in rising order
+    with_end = [min(bisect_left(ends, end), len(body) - 1) for end in after.char_end[: len(new)]]
+    sources = [last_owned.get(token, with_end[token]) for token in range(len(new))]
     old_spans, new_spans = (list(zip(x.char_start, x.char_end, strict=True)) for x in (before, after))
     same = [owned[j] == 1 and new[j] == body[t] and new_spans[j] == old_spans[t] for j, t in enumerate(sources)]
     if tail:
         owners, sources, same = [*owners, len(new)], [*sources, len(body)], [*same, True]
     return Encoding([*new, *tail], after, owners, sources, same)
-
-
-def _source(before: Spans, after: Spans, owners: Sequence[int], token: int) -> int:
-    owned = [t for t, owner in enumerate(owners) if owner == token]
-    if owned:
-        return owned[-1]
-    return next((t for t in range(len(owners)) if before.char_end[t] >= after.char_end[token]), len(owners) - 1)
 
 
 @dataclass(frozen=True)

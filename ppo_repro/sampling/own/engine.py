@@ -49,7 +49,10 @@ class EngineProcess:
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: EngineSampling, seeds: Sequence[int]
     ) -> list[Response]:
-        """Return one response per prompt. The first of `seeds` seeds the global generators of the process."""
+        """Return one response per prompt.
+
+        The first of `seeds`, modulo 2^32, seeds the global generators of the process. The class gets all `seeds` whole.
+        """
         row = {"prompts": prompts, "sampling": asdict(sampling), "seeds": seeds}
         responses: list[Response] = self._call("generate", row, seeds[0] % _SEEDS)
         return responses

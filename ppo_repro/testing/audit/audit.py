@@ -101,7 +101,7 @@ def _causes_of_draws(
     tallies: Mapping[Definition, Tally],
 ) -> str:
     """Return the causes that explain tokens that were not drawn from the distribution of a definition."""
-    say("audit: tokens were not drawn from the log-probs; looks for the cause")
+    say("audit: tokens were not drawn from the log-probs; the audit looks for the cause")
     likeliest = drawn_from(tallies)
     if not tallies[likeliest].is_wrong():
         return f"another order of cuts: {likeliest.words_beside_others}"

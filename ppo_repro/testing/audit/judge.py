@@ -36,7 +36,7 @@ def judged(stack: StackModel, recorded: Sequence[RecordedSide]) -> list[JudgedSi
         if not distance.wrong_responses:
             found.append(_right(side, distance))
             continue
-        say(f"audit: {side.name} is wrong; looks for the cause")
+        say(f"audit: {side.name} is wrong; the audit looks for the cause")
         before_logits = before_logits or causes_before_logits(stack, side.responses)  # once for both sides
         causes = [*before_logits, *causes_after_logits(side.sampling, side.definition)]
         wrong = WrongSide(side, distance.wrong_responses)

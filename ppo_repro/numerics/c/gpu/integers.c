@@ -3,11 +3,12 @@
 //
 //   sum of X W = 65^2 HH' + 65 (HL' + LH') + LL'
 //
-// A thread has one sum of each element, modulo 2^32: |sum of X W| < 2^31, and 65 has an inverse, since it is
-// odd. For 32 terms the sum adds LL', is divided by 65, adds HL' and LH', is divided by 65, and adds HH'. For
-// the next 32 terms it goes back: it adds HH', is multiplied by 65, adds HL' and LH', is multiplied by 65,
-// and adds LL'. So bytes are read once, and registers suffice for two thread blocks of a multiprocessor: one
-// computes while the other waits. Beyond the terms of a block, H = L = 0.
+// To save registers a thread has one sum of each element instead of the three above. The sum is modulo 2^32.
+// This loses nothing: |sum of X W| < 2^31, and 65 has an inverse, since it is odd. For 32 terms the sum adds
+// LL', is divided by 65, adds HL' and LH', is divided by 65, and adds HH'. For the next 32 terms it goes
+// back: it adds HH', is multiplied by 65, adds HL' and LH', is multiplied by 65, and adds LL'. So bytes are
+// read once, and registers suffice for two thread blocks of a multiprocessor: one computes while the other
+// waits. Beyond the terms of a block, H = L = 0.
 //
 // The sum of remainders, X W' + X' W, is computed in the same way, from two products. It is rare, so its
 // lines come straight from global memory.

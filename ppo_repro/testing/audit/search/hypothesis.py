@@ -153,8 +153,8 @@ def hypotheses_of(tried: Sequence[Hypothesis]) -> Hypotheses:
 def _each_once(tried: Sequence[Hypothesis]) -> list[Hypothesis]:
     """Leave out hypotheses that others make superfluous.
 
-    Of hypotheses with the same identity, one that explains the side stays, or else the one that leaves least. A
-    hypothesis that does not explain the side is left out if a simpler hypothesis leaves as large errors.
+    Of hypotheses with the same identity one stays: one that explains the side, or else the one with the smallest
+    errors. A hypothesis that does not explain the side is left out if a simpler hypothesis has errors of the same rms.
     """
     once: dict[Identity, Hypothesis] = {}
     for t in sorted(tried, key=lambda t: (t.deviations, not t.explains, t.left)):

@@ -47,7 +47,7 @@ class Trial:
 
     @cached_property
     def plain(self) -> Candidate:
-        """Return what no cause leaves on many tokens."""
+        """Return the errors of the side without any cause, on many tokens."""
         found = self.candidate(PLAIN, self.many)
         assert found is not None
         return found

@@ -13,6 +13,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 
 from ppo_repro.analysis import figures
+from ppo_repro.base.errors import UserError
 from ppo_repro.base.output import Parser
 from ppo_repro.base.program import program
 from ppo_repro.records import reader
@@ -30,9 +31,11 @@ def accuracies(run: Path) -> pd.DataFrame:
 
 def quickstart_figure(runs: Sequence[Path]) -> Axes:
     """Draw held-out accuracy of the deterministic runs, and beside it how often sampler and trainer differ in all."""
-    left, right = figures.new_axes(9.5, 3.6, 2)
     deterministic = [run for run in runs if load_recorded_config(run).numerics.mode == "deterministic"]
+    if not deterministic:
+        raise UserError("no run is deterministic, so there is no accuracy to draw; give runs of both numerics modes")
     seeds = f"deterministic, {len(deterministic)} seeds"
+    left, right = figures.new_axes(9.5, 3.6, 2)
     figures.band(pd.concat(map(accuracies, deterministic)), "eval_accuracy", left, seeds)
     left.set(title="Learning: mean and range", xlabel="iteration", ylabel="greedy accuracy, held out")
     left.set_ylim(bottom=0)

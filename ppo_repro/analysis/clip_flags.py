@@ -1,19 +1,9 @@
 """Which tokens did the clip change? Each definition of "clipped" is a flag per token.
 
-Computed flags compare strictly, as training does. Analyses count tokens as clipped by
-
-    what                                         where                      counted in
-    ratio and advantage, for any clip range      `token_flags`              clipping.py
-    ratio and advantage before any step          `clipped_at_start`         clipping.py, grid_outcomes.py: clip_floor
-    ratio, whatever the advantage                `is_outside`               word_clip.py: outside,
-                                                                            grid_outcomes.py: outside_fraction
-    ratio of a whole word                        `is_outside`               word_clip.py: word_outside
-    recorded flag: the gradient was removed      `recorded_clipped`         page_numbers.py, word_clip.py: removed,
-                                                                            grid_outcomes.py: clip_fraction
-    the same in SQL, by response                 view/database.py           the column Clipped of `ppo-repro view`
-    new and old value                            `value_flags`              clipping.py
-
-`outside_fraction` reads the recorded float32 ratios; all other ratios are computed again in float64.
+`analyse clipping` and the shares of words compute ratios again, in float64, and compare strictly, as training does. The
+measures of a grid, pages, `view`, and `removed` of `analyse tokenization` count what the run recorded: the column
+`clip_flag`, and for `outside_fraction` the column `ratios`. Only `clip_floor` of a grid is computed, because no step
+has its ratio.
 """
 
 from __future__ import annotations

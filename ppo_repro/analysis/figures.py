@@ -2,15 +2,11 @@
 
     from ppo_repro.analysis import figures
     left, right = figures.new_axes(9.5, 3.6, 2)
-    figures.learning_figure([RUN_1, RUN_2], left)
-    figures.agreement_figure([RUN_1, RUN_2], right)
-    right.figure.savefig("learning.pdf")
+    figures.agreement_figure([RUN_1, RUN_2], left)
+    figures.mismatch_figure([RUN_1, RUN_2], right)
+    right.figure.savefig("mismatch.pdf")
 
-`learning_figure`, `agreement_figure` and `mismatch_figure` draw runs; `settings_figure` and `differences_figure` draw a
-grid.
-
-README.md shows the figure above: `learning_figure` of runs of `experiments/quickstart.yaml` with `seed` 0 to 4, and
-`agreement_figure` of these runs and of the same runs with `numerics.mode=native`.
+`agreement_figure` and `mismatch_figure` draw runs; `settings_figure` and `differences_figure` draw a grid.
 """
 
 from __future__ import annotations
@@ -36,9 +32,7 @@ from ppo_repro.config.run import RunConfig
 from ppo_repro.records import reader
 from ppo_repro.records.folder import load_recorded_config
 from ppo_repro.records.logprob_pairs import deltas
-from ppo_repro.records.manifest import require_responses
 
-CURVES = ["iteration", "tokens", "unequal_old_rollout_logprobs", "eval_accuracy"]
 RUN, MEAN = "#0072b2", "#d55e00"
 STYLE: Any = {
     "figure.figsize": (9, 3.3), "figure.dpi": 80, "figure.constrained_layout.use": True, "figure.facecolor": "white",
@@ -62,24 +56,6 @@ def new_axes(width: float = 4.5, height: float = 3.3, columns: int = 1) -> list[
     return [figure.add_subplot(1, columns, k + 1) for k in range(columns)]
 
 
-def curves_of(runs: Sequence[Path]) -> pd.DataFrame:
-    """Return one row per iteration of each run: the recorded columns CURVES, is_own, mode and run.
-
-    Rows without is_own were copied from the origin of a fork. The evaluation after a run's last update has a row
-    without tokens. Raises UserError on records that are missing or damaged.
-    """
-    parts = []
-    for folder in runs:
-        recorded = reader.open_manifest(folder)
-        require_responses(folder, recorded)
-        rows = reader.read_iterations(folder, columns=CURVES)
-        last = {"iteration": len(rows), "eval_accuracy": float(recorded.final["eval_accuracy"])}
-        curve = pd.concat([rows, pd.DataFrame([last])], ignore_index=True)
-        own = curve["iteration"] >= recorded.own_iterations.start
-        parts.append(curve.assign(is_own=own, mode=load_recorded_config(folder).numerics.mode, run=str(folder)))
-    return pd.concat(parts, ignore_index=True)
-
-
 def band(rows: pd.DataFrame, measure: str, axes: Axes, label: str) -> None:
     """Draw the mean over runs by iteration as a line, and their range as a band.
 
@@ -90,22 +66,15 @@ def band(rows: pd.DataFrame, measure: str, axes: Axes, label: str) -> None:
     axes.fill_between(line.index, line["min"], line["max"], color=drawn.get_color(), alpha=0.2, linewidth=0)
 
 
-def learning_figure(runs: Sequence[Path], axes: Axes | None = None) -> Axes:
-    """Draw greedy accuracy on held-out prompts by iteration: mean and range over the runs of each numerics mode."""
-    axes = axes or new_axes()[0]
-    for mode, rows in curves_of(runs).groupby("mode"):
-        band(rows, "eval_accuracy", axes, f"{mode}, {rows['run'].nunique()} runs")
-    axes.set(title="Learning: mean and range", xlabel="iteration", ylabel="greedy accuracy, held out")
-    axes.set_ylim(bottom=0)
-    axes.legend()
-    return axes
-
-
 def agreement_figure(runs: Sequence[Path], axes: Axes | None = None) -> Axes:
     """Draw the share of tokens whose log-probs differ between sampler and trainer, by iteration."""
-    axes = axes or new_axes()[0]
-    curves = curves_of(runs)
-    for mode, rows in curves[curves["is_own"]].groupby("mode"):
+    axes, curves, columns = axes or new_axes()[0], [], ["iteration", "tokens", "unequal_old_rollout_logprobs"]
+    for folder in runs:
+        recorded = reader.open_manifest(folder)
+        computed = own_iterations(folder, recorded, None)
+        rows = reader.read_iterations(folder, iterations=computed, columns=columns, recorded=recorded)
+        curves.append(rows.assign(mode=load_recorded_config(folder).numerics.mode))
+    for mode, rows in pd.concat(curves).groupby("mode"):
         unequal = rows["unequal_old_rollout_logprobs"]
         label = f"{mode}: {int(unequal.sum()):,} of {int(rows['tokens'].sum()):,}"
         band(rows.assign(percent=100 * unequal / rows["tokens"]), "percent", axes, label)

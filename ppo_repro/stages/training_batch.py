@@ -20,6 +20,7 @@ from ppo_repro.config.algorithm import (
     DivergenceRejection,
     FunctionEstimator,
     FunctionObjective,
+    ImportanceWeights,
     KLConfig,
     KLInLoss,
     NoValue,
@@ -121,8 +122,10 @@ def training_batch(
     functions: Functions = BUILT_IN,
 ) -> TrainingBatch:
     """Collect the inputs of an iteration's losses, and leave rejected tokens out of them if so configured."""
-    ppo, corrected = config.ppo, corrections_of(config.ppo, rollout, forward)
-    in_losses = rollout.in_losses
+    ppo, in_losses = config.ppo, rollout.in_losses
+    corrected = corrections_of(
+        ppo.importance_weights, ppo.rejection, forward.old_logprobs, rollout.rollout_logprobs, rollout.lengths
+    )
     if corrected is not None and ppo.rejected_tokens == "left_out":
         accepted = ~corrections.removes_loss(corrected.changes)
         in_losses = accepted if in_losses is None else accepted & in_losses
@@ -182,15 +185,22 @@ def objective_batch(batch: TrainingBatch, tokens: Tensor, new_logprobs: Tensor, 
     )
 
 
-def corrections_of(ppo: PPOConfig, rollout: Rollout, forward: ForwardPass) -> Corrections | None:
+def corrections_of(
+    settings: ImportanceWeights | None, rejection: Sequence[Rejection], old: Tensor, sampled: Tensor, lengths: Tensor
+) -> Corrections | None:
     """Return importance weights, which are 0 for rejected tokens; None if neither is configured.
 
     The mean of normalised weights is over all tokens of the iteration, including rejected tokens.
+
+    Args:
+        settings: the section `ppo.importance_weights`; None leaves every weight 1 before the rejection.
+        rejection: the entries of `ppo.rejection`.
+        old: [N] float32, log-probs of the trainer before the update, nats.
+        sampled: [N] float32, log-probs of the sampler, nats.
+        lengths: [B] int64, tokens of each response; their sum is N.
     """
-    settings, rejection = ppo.importance_weights, ppo.rejection
     if settings is None and not rejection:
         return None
-    old, sampled, lengths = forward.old_logprobs, rollout.rollout_logprobs, rollout.lengths
     weights, changes = torch.ones_like(old), torch.full(old.shape, Correction.NONE, dtype=torch.uint8)
     if settings is not None:
         ratios = corrections.importance_ratios(old, sampled, lengths, settings.level)

@@ -69,3 +69,9 @@ def test_a_run_with_the_remedy_recorded_these_shares(tmp_path: Path, cli: Cli) -
     mine = Remedy("mine", ImportanceWeights(kind="masked", floor=0.5, cap=5.0))
     assert remedy_table(run_pairs(run_dir), [mine]).iloc[0, 1:].tolist() == expected.tolist()
     assert "IcePop" in cli.done("analyse", "mismatch", run_dir, "--remedies")
+
+
+def test_responses_without_numbers_are_left_out() -> None:
+    lost = CHUNK.assign(logprobs_b=CHUNK["logprobs_b"].where(CHUNK["position"] != 1))  # one token of each response
+    pd.testing.assert_frame_equal(remedy_table([CHUNK, lost]), remedy_table([CHUNK]))
+    assert remedy_table([lost])["tokens_changed"].isna().all()

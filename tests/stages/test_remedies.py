@@ -1,23 +1,28 @@
-"""Published remedies for mismatch: losses by hand and in NumPy, and runs in which each has an effect or none."""
+"""Published remedies for mismatch: losses by hand, weights in NumPy, and runs in which each has an effect or none."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from torch import Tensor
 
 from ppo_repro.analysis.clipping import load_iterations
-from ppo_repro.analysis.remedies import applied
+from ppo_repro.config.algorithm import DivergenceRejection, ImportanceWeights, RatioRejection, Rejection, VetoRejection
 from ppo_repro.config.files import load_config
 from ppo_repro.config.run import RunConfig
 from ppo_repro.loop import policy_loss
+from ppo_repro.ppo.corrections import correction_names
 from ppo_repro.records import reader
-from ppo_repro.stages.training_batch import TrainingBatch, training_batch
+from ppo_repro.records.logprob_pairs import deltas
+from ppo_repro.stages.training_batch import TrainingBatch, corrections_of, training_batch
+from ppo_repro.statistics.clusters import Floats
 from tests.support.bare import NO_COEFFICIENTS, bare_advantages, bare_forward, bare_rollout
 from tests.support.language import tiny_run
 from tests.support.paths import TINY
@@ -99,6 +104,76 @@ def test_weights_of_responses_are_normalised_over_responses() -> None:
     assert batch.corrections.weights.tolist() == pytest.approx([16 / 9, *[2 / 9] * 3], rel=1e-6)
 
 
+def by_level(delta: Floats, level: str) -> Floats:
+    """The logarithm of w of each token of a response, from delta = old - rollout log-prob."""
+    if level == "token":
+        return delta
+    return np.full(len(delta), delta.mean() if level == "geometric" else delta.sum())
+
+
+def rejected(entry: Rejection, delta: Floats) -> npt.NDArray[np.bool_]:
+    """Which tokens of a response an entry of `ppo.rejection` rejects."""
+    if entry.kind == "ratio":
+        ratios = np.exp(by_level(delta, entry.level))
+        return (ratios < entry.low) | (ratios > entry.high)
+    if entry.kind == "veto":
+        return np.full(len(delta), (np.exp(delta) < entry.below).any())
+    values = delta**2 / 2 if entry.estimator == "k2" else np.exp(delta) - 1 - delta
+    of = {"token": values, "sum": values.sum(), "mean": values.mean(), "max": values.max()}
+    return np.broadcast_to(of[entry.level] > entry.above, len(delta))
+
+
+def slow_corrections(
+    settings: ImportanceWeights | None, rejection: Sequence[Rejection], apart: Sequence[Floats]
+) -> tuple[Floats, list[str]]:
+    """Weights, and changes of the ratio, of the tokens of all responses."""
+    weights, changes = np.ones(sum(map(len, apart))), np.full(sum(map(len, apart)), "none", dtype=object)
+    if settings is not None:
+        ratios = np.exp(np.concatenate([by_level(delta, settings.level) for delta in apart]))
+        changes[ratios > settings.highest] = f"{settings.kind}_high"
+        changes[ratios < settings.lowest] = f"{settings.kind}_low"
+        bounded = np.clip(ratios, settings.lowest, settings.highest)
+        weights = bounded if settings.kind == "truncated" else np.where(changes == "none", ratios, 0.0)
+        each = slice(None) if settings.level == "token" else np.cumsum([len(delta) for delta in apart]) - 1
+        weights = weights / weights[each].mean() if settings.normalize else weights
+    for entry in rejection:
+        where = np.concatenate([rejected(entry, delta) for delta in apart])
+        weights, changes = np.where(where, 0.0, weights), np.where(where, "rejected", changes)
+    return weights, changes.tolist()
+
+
+EVERY_WEIGHT = [
+    ImportanceWeights(kind=kind, level=level, normalize=normalize)
+    for kind in ("truncated", "masked")
+    for level in ("token", "sequence", "geometric")
+    for normalize in (False, True)
+]
+EVERY_REJECTION: list[Rejection] = [
+    *(RatioRejection(kind="ratio", level=level, low=0.7, high=1.6) for level in ("token", "sequence", "geometric")),
+    *(
+        DivergenceRejection(kind="divergence", estimator=estimator, level=level, above=0.3)
+        for estimator in ("k2", "k3")
+        for level in ("token", "sum", "mean", "max")
+    ),
+    VetoRejection(kind="veto", below=0.4),
+]
+
+
+def test_weights_and_rejections_are_their_slow_definitions() -> None:
+    lengths, generator = torch.tensor([1, 5, 2, 9, 3, 4]), np.random.default_rng(0)
+    noise = (generator.normal(-3, np.linspace(0, 1.6, 24)) for _ in range(2))  # the last responses are further apart
+    old, sampled = (torch.from_numpy(logprobs.astype(np.float32)) for logprobs in noise)
+    apart = np.split((old - sampled).numpy().astype(np.float64), np.cumsum(lengths.numpy())[:-1])
+    cases = [(weights, ()) for weights in EVERY_WEIGHT] + [(None, (entry,)) for entry in EVERY_REJECTION]
+    for settings, rejection in [*cases, (EVERY_WEIGHT[0], EVERY_REJECTION)]:
+        found = corrections_of(settings, rejection, old, sampled, lengths)
+        assert found is not None
+        weights, changes = slow_corrections(settings, rejection, apart)
+        assert correction_names(found.changes) == changes, (settings, rejection)
+        assert len(set(changes)) > 1, "a rule that changes every token or none would pass"
+        np.testing.assert_allclose(found.weights, weights, rtol=1e-5)
+
+
 SHORT = ("ppo.iterations=1", "model.warm_start_steps=2", "evaluation.every=1000")
 ANCHOR, NOISE, LEFT_OUT = "ppo.ratio_anchor=old", "rollout.mismatch_sigma=0.5", "ppo.rejected_tokens=left_out"
 REJECTION = "ppo.rejection=[{kind: ratio, level: geometric, low: 0.9, high: 1.1}, {kind: veto, below: 0.9}]"
@@ -126,13 +201,12 @@ ALL_AT_ONCE = (
 )
 
 
-def test_recorded_weights_are_the_analyses_and_recomputed(tmp_path: Path) -> None:
+def test_recorded_weights_are_their_slow_definition_and_recomputed(tmp_path: Path) -> None:
     run_dir, ppo = recorded(tmp_path, *ALL_AT_ONCE), load_config(TINY, [*SHORT, ANCHOR, *ALL_AT_ONCE]).ppo
     for item in load_iterations(run_dir):
         tokens = reader.read_tokens(run_dir, iterations=[item.iteration])
-        old, rollout = (tokens[name].to_numpy(np.float64) for name in ("old_logprobs", "rollout_logprobs"))
-        sequence = tokens["sequence"].to_numpy(np.int64)
-        weights, changes = applied(ppo.importance_weights, ppo.rejection, old - rollout, sequence)
+        responses = [deltas(response) for _, response in tokens.groupby("sequence")]
+        weights, changes = slow_corrections(ppo.importance_weights, ppo.rejection, responses)
         computed = tokens[["sequence", "position"]].assign(weight=weights, change=changes)
         expected = item.rows.merge(computed)
         assert set(item.rows["correction"]) >= {"none", "rejected"}

@@ -200,12 +200,14 @@ const tokenView = (() => {
 
   function best(key) {
     const all = data.responses.map((r, i) => [r, i]).filter(([r]) => r.why.includes(key));
-    const worth = { mismatch: (r) => r.max_abs_delta, clipped: (r) => r.clipped, best: (r) => r.score, worst: (r) => -r.score };
+    // a word, such as inf or nan, is a difference that is not finite
+    const size = (delta) => (typeof delta === "string" ? Infinity : Math.abs(delta));
+    const worth = { mismatch: (r) => size(r.max_abs_delta), clipped: (r) => r.clipped, best: (r) => r.score, worst: (r) => -r.score };
     const rank = worth[key] || (() => 0);
     show(all.reduce((a, b) => (rank(b[0]) > rank(a[0]) ? b : a))[1]);
     if (key !== "mismatch") return;
-    const sizes = data.responses[state.response].columns.delta.map((d) => (typeof d === "number" ? Math.abs(d) : 0));
-    focusable(sizes.reduce((largest, size, i) => (size > sizes[largest] ? i : largest), 0));
+    const sizes = data.responses[state.response].columns.delta.map(size);
+    focusable(sizes.reduce((largest, one, i) => (one > sizes[largest] ? i : largest), 0));
   }
 
   function onKey(event) {

@@ -6,6 +6,8 @@ of n tokens only by [(1 - low)^n, (1 + high)^n], and the share of tokens outside
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import pandas as pd
 
@@ -67,28 +69,48 @@ def word_ratios(
     return words
 
 
-def clip_table(words: pd.DataFrame) -> pd.DataFrame:
-    """Return one row per iteration and epoch, with standard errors clustered by response.
+class ClipBand(NamedTuple):
+    """How much of an epoch was outside the band, with standard errors clustered by response: a row of `clip_table`.
 
-    outside, removed: shares of the tokens, special tokens included. word_outside, word_outside_scaled: shares of the
-    words of text. ratio_max, word_ratio_max: the largest ratios.
+    Shares of tokens include special tokens. Shares of words are of the words of text.
     """
+
+    iteration: int
+    epoch: int
+    n_tokens: int
+    n_words: int
+    outside: float
+    outside_se: float
+    removed: float
+    removed_se: float
+    word_outside: float
+    word_outside_se: float
+    word_outside_scaled: float
+    word_outside_scaled_se: float
+    ratio_max: float
+    word_ratio_max: float
+
+
+def clip_table(words: pd.DataFrame) -> pd.DataFrame:
+    """Return a `ClipBand` per iteration and epoch, from the rows of `word_ratios`."""
     rows = []
-    for (iteration, epoch), group in words.groupby(["iteration", "epoch"], sort=True):
-        of_text = group[~group["is_special"]].assign(n_words=1)
-        row: dict[str, object] = {"iteration": iteration, "epoch": epoch, "n_tokens": int(group["n_tokens"].sum())}
-        row["n_words"] = len(of_text)
-        for label, frame, count, unit in (
-            ("outside", group, "n_outside", "n_tokens"),
-            ("removed", group, "n_removed", "n_tokens"),
-            ("word_outside", of_text, "word_outside", "n_words"),
-            ("word_outside_scaled", of_text, "word_outside_scaled", "n_words"),
-        ):
-            row[label], row[f"{label}_se"] = _share(frame, count, unit)
-        row["ratio_max"] = group["ratio_max"].max()
-        row["word_ratio_max"] = np.exp(of_text["log_ratio"].max())
-        rows.append(row)
-    return pd.DataFrame(rows)
+    for _, tokens in words.groupby(["iteration", "epoch"], sort=True):
+        of_text = tokens[~tokens["is_special"]].assign(n_words=1)
+        rows.append(
+            ClipBand(
+                int(tokens["iteration"].iloc[0]),
+                int(tokens["epoch"].iloc[0]),
+                int(tokens["n_tokens"].sum()),
+                len(of_text),
+                *_share(tokens, "n_outside", "n_tokens"),
+                *_share(tokens, "n_removed", "n_tokens"),
+                *_share(of_text, "word_outside", "n_words"),
+                *_share(of_text, "word_outside_scaled", "n_words"),
+                tokens["ratio_max"].max(),
+                np.exp(of_text["log_ratio"].max()),
+            )
+        )
+    return pd.DataFrame(rows, columns=ClipBand._fields)
 
 
 def _share(frame: pd.DataFrame, count: str, unit: str) -> Ratio:

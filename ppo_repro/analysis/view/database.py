@@ -22,16 +22,18 @@ from ppo_repro.analysis.clip_flags import flags_with
 from ppo_repro.records import manifest
 
 TIMEOUT_SECONDS = 10.0
-# one row per response; `mismatch` in nats, `advantage` the mean over the tokens, `clipped` in token updates;
-# `correct` is null for a response that is neither right nor wrong
+# one row per response; `mismatch` and `clipped` are max_abs_delta and clipped of `ResponseSummary`, `advantage` the
+# mean over tokens; `correct` is null for a response that is neither right nor wrong. DuckDB takes isnan for false,
+# because the statistics of a Parquet file leave out NaN
 RESPONSES = """select s.iteration, s.sequence, s.prompt_key, s.sample_index, s.prompt, s.response, s.answer,
        s.scores as score, case when {judged} and (s.is_correct or s.answer <> '') then s.is_correct end as correct,
        s.response_length as length, s.finish_reason as finish,
        t.mismatch, t.advantage, coalesce(u.clipped, 0) as clipped
 from {sequences} as s
 left join (select iteration, sequence, avg(advantages) as advantage,
-                  max(abs(old_logprobs::double - rollout_logprobs::double)) as mismatch
-           from {tokens} group by iteration, sequence) as t using (iteration, sequence)
+                  max(if(isfinite(delta), abs(delta), 'infinity'::double)) as mismatch
+           from (select *, old_logprobs::double - rollout_logprobs::double as delta from {tokens})
+           group by iteration, sequence) as t using (iteration, sequence)
 left join (select iteration, sequence, count(*) filter (where clip_flag in ({removed})) as clipped
            from {updates} group by iteration, sequence) as u using (iteration, sequence)"""
 CREATE = """create table responses (

@@ -9,7 +9,6 @@ from pathlib import Path
 import pandas as pd
 
 from ppo_repro.analysis.mismatch import mismatch_summary
-from ppo_repro.analysis.remedies import remedy_table
 from ppo_repro.analysis.run_pairs import PAIRS, run_pairs
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.latest import run_named
@@ -30,7 +29,12 @@ def add_options(option: Callable[..., argparse.Action]) -> None:
 def command(arguments: argparse.Namespace) -> None:
     """Print how far apart two log-probs of the same tokens are, in a run or in a dump of another stack."""
     pairs = _chosen_pairs(arguments.paths, arguments.pair, arguments.format)
-    name, table = ("remedies", remedy_table(pairs)) if arguments.remedies else ("metrics", mismatch_summary(pairs))
+    if arguments.remedies:
+        from ppo_repro.analysis.remedies import remedy_table  # imports torch, which takes seconds
+
+        name, table = "remedies", remedy_table(pairs)
+    else:
+        name, table = "metrics", mismatch_summary(pairs)
     text = table.to_string(index=False, na_rep="", float_format=lambda x: f"{x:.6g}")
     print_result(arguments.json, {name: table.to_dict("records")}, [text])
 

@@ -22,6 +22,10 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from ppo_repro.analysis.report.data.chosen_responses import choose_responses
+from ppo_repro.analysis.report.data.page_numbers import read_page_numbers
+from ppo_repro.analysis.report.data.run_curves import summary_tables
+from ppo_repro.analysis.report.data.run_facts import read_facts
 from ppo_repro.analysis.tokenization.recorded_tokenizer import RecordedTokenizer, load_tokenizer
 from ppo_repro.analysis.view import database, one_response
 from ppo_repro.analysis.view import index as index_module
@@ -203,6 +207,25 @@ def test_queries_find_what_the_files_hold_and_the_snippet_and_the_csv_find_the_s
         parts = api(server, "diff", run=0, iteration=first["iteration"], sequence=first["sequence"], **other)["parts"]
         assert "".join(text for kind, text in parts if kind != "+") == first["response"]
         assert "".join(text for kind, text in parts if kind != "-") == both[-1]["response"]
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_a_response_has_the_same_numbers_as_on_the_page_of_its_run(
+    native_run: Path, tmp_path: Path, broken: bool
+) -> None:
+    """With `broken`, the first log-prob of the trainer in each iteration is NaN."""
+    facts = read_facts(make_hostile_run(native_run, tmp_path / "run", broken=broken))
+    of_page = read_page_numbers(facts, *summary_tables(facts)).responses
+    with served(facts.run_dir) as server:
+        of_view = server.index.responses.frame(
+            "select iteration, sequence, length as tokens, score, mismatch as max_abs_delta, clipped from responses "
+            "order by iteration, sequence"
+        )
+        first = api(server, "responses", sort="mismatch")["rows"][0]
+    pd.testing.assert_frame_equal(of_view, of_page, check_dtype=False, check_exact=True)
+    assert np.isinf(of_view["max_abs_delta"]).sum() == (len(facts.iterations) if broken else 0)
+    assert (first["mismatch"] == "inf") == broken
+    assert np.isinf(choose_responses(of_page, 1)[0].max_abs_delta) == broken
 
 
 def test_the_tokenizer_of_a_run_is_loaded_once_until_its_file_changes(

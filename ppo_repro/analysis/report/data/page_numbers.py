@@ -67,13 +67,13 @@ class StepRatios(NamedTuple):
 
 
 class ResponseSummary(NamedTuple):
-    """What decides whether a page shows a response token by token."""
+    """What decides whether a page shows a response token by token; `RESPONSES` of `view` computes the same in SQL."""
 
     iteration: int
     sequence: int
     tokens: int
     score: float
-    max_abs_delta: float  # nats
+    max_abs_delta: float  # nats; infinite if a difference is NaN, so that a reader finds the response first
     clipped: int  # token updates
 
 
@@ -176,10 +176,8 @@ def _response_summary(
     iteration: int, sequences: pd.DataFrame, tokens: pd.DataFrame, updates: pd.DataFrame
 ) -> pd.DataFrame:
     """Return a row per ResponseSummary."""
-    delta = np.abs(deltas(tokens))
-    largest = np.zeros(len(sequences))
-    # NaN would win every comparison; the page counts differences that are not finite elsewhere
-    np.maximum.at(largest, tokens["sequence"].to_numpy(np.int64), np.where(np.isfinite(delta), delta, 0.0))
+    delta, largest = np.abs(deltas(tokens)), np.zeros(len(sequences))
+    np.maximum.at(largest, tokens["sequence"].to_numpy(np.int64), np.where(np.isnan(delta), np.inf, delta))
     clipped = recorded_clipped(updates["clip_flag"])
     by_response = np.bincount(updates["sequence"].to_numpy(np.int64)[clipped], minlength=len(sequences))
     named = sequences.rename(columns={"response_length": "tokens", "scores": "score"})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -91,7 +91,8 @@ def axis_effects(folder: Path, finals: Sequence[Final]) -> list[AxisEffect]:
     labels = {", ".join(row): row for row in cells[axes].astype(str).itertuples(index=False, name=None)}
     if len(axes) < 2 or any(final.point not in labels for final in finals):
         return []
-    effects = [(axis, *effect) for k, axis in enumerate(axes) for effect in _label_differences(k, labels, finals)]
+    of_run = [labels[final.point] for final in finals]
+    effects = [(axis, *effect) for k, axis in enumerate(axes) for effect in _label_differences(k, of_run, finals)]
     rows = compared((label, apart) for _, _, label, apart in effects)
     return [
         AxisEffect(axis.removeprefix("axis."), first, row) for (axis, first, *_), row in zip(effects, rows, strict=True)
@@ -99,23 +100,17 @@ def axis_effects(folder: Path, finals: Sequence[Final]) -> list[AxisEffect]:
 
 
 def _label_differences(
-    k: int, labels: Mapping[str, tuple[str, ...]], finals: Sequence[Final]
+    k: int, of_run: Sequence[tuple[str, ...]], finals: Sequence[Final]
 ) -> list[tuple[str, str, pd.Series]]:
-    """Return the first label of axis number k, another label, and their differences by seed.
-
-    [] if the labels do not have the same settings of the other axes.
-    """
-    others: dict[str, list[tuple[str, ...]]] = {}
-    values: dict[tuple[str, int], list[float]] = {}
-    for final in finals:
-        row = labels[final.point]
-        others.setdefault(row[k], []).append(row[:k] + row[k + 1 :])
-        values.setdefault((row[k], final.seed), []).append(final.value)
-    if len({tuple(sorted(rows)) for rows in others.values()}) > 1:
+    """Return the first label of axis number k, another label, and their differences by seed, for each other label."""
+    settings = set(of_run)
+    others = {row[:k] + row[k + 1 :] for row in settings}
+    if len(settings) != len(others) * len({row[k] for row in settings}):
         return []
+    by_seed = pd.DataFrame(finals).assign(point=[row[k] for row in of_run]).groupby(["point", "seed"], sort=False)
     # a seed that lacks a value has no mean, and so its label no difference
-    means = pd.DataFrame([Final(label, seed, float(np.mean(of))) for (label, seed), of in values.items()])
-    first = next(iter(others))
+    means = by_seed["value"].agg(lambda values: values.mean(skipna=False)).reset_index()
+    first = of_run[0][k]
     return [(first, label, apart) for label, apart in paired_differences(means, "value", first).items()]
 
 

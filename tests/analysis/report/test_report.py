@@ -25,9 +25,9 @@ from ppo_repro.analysis.report.data.grid_differences import Limits, axis_effects
 from ppo_repro.analysis.report.data.page_numbers import read_page_numbers
 from ppo_repro.analysis.report.data.run_curves import summary_tables
 from ppo_repro.analysis.report.data.run_facts import Facts, read_facts
+from ppo_repro.analysis.report.data.run_mismatch import read_mismatch
 from ppo_repro.analysis.report.sections.grid_answer import answer_statements, differences_card, effects_card
 from ppo_repro.analysis.report.sections.held_out import samples_section
-from ppo_repro.analysis.report.sections.sampler_and_trainer import cause_of
 from ppo_repro.analysis.report.sections.verdicts import learning, on_policy, troubles
 from ppo_repro.analysis.report.two_runs_page import two_runs_page
 from ppo_repro.base.errors import UserError
@@ -240,7 +240,7 @@ def test_a_difference_that_is_not_finite_is_the_largest_on_the_page_and_in_the_s
     assert "largest |old - rollout|, nats–" in text_of(build.page_of(run, 0)), "a dash is NaN"
 
 
-@pytest.mark.parametrize("part", [cause_of, samples_section])
+@pytest.mark.parametrize("part", [read_mismatch, samples_section])
 def test_a_part_is_of_the_iterations_that_the_page_counts(
     native_run: Path, tmp_path: Path, part: Callable[[Facts], object]
 ) -> None:

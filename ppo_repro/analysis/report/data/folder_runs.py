@@ -173,13 +173,7 @@ def _labels(folder: Path) -> dict[str, str]:
 def shared_results(
     content: PageContent, finals: Sequence[Mapping[str, float | int | str]], is_judged: bool
 ) -> list[Quantity]:
-    """Choose the results that compare runs, from the final results of each run.
-
-    Args:
-        content: what the pages of these runs show.
-        finals: the final results of each run, by key.
-        is_judged: whether the responses of all runs are right or wrong.
-    """
+    """Choose the results that compare runs, from the final results of each; accuracies only if `is_judged`."""
     shared = {
         result: [float(final[result.key]) for final in finals]
         for result in content.results

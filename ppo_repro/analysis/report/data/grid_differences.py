@@ -27,7 +27,8 @@ class Limits(NamedTuple):
     recorded: float
 
 
-class SettingDifference(NamedTuple):
+@dataclass(frozen=True)
+class SettingDifference:
     """A setting minus the first one; the interval has only differences that are possible."""
 
     comparison: Comparison
@@ -49,7 +50,8 @@ class SettingDifferences:
     others: Sequence[SettingDifference]
 
 
-class AxisEffect(NamedTuple):
+@dataclass(frozen=True)
+class AxisEffect:
     """A label of an axis minus its first label, averaged over the settings of the other axes, paired by seed."""
 
     axis: str

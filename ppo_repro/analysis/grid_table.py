@@ -6,6 +6,7 @@ A setting is one combination of the axes' labels; a cell is a setting with a see
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -47,7 +48,7 @@ def _require_same_seeds(cells: pd.DataFrame) -> None:
 
 
 class Comparison(NamedTuple):
-    """A setting minus another one in a measure, paired by seed: a row of `comparisons`."""
+    """A setting minus another one in a measure, paired by seed; NaN if a difference is not finite."""
 
     point: str
     difference: float  # mean
@@ -60,26 +61,31 @@ class Comparison(NamedTuple):
 def comparisons(cells: pd.DataFrame, measure: str, against: str) -> pd.DataFrame:
     """Compare each setting with `against`, paired by seed, and return a `Comparison` per row.
 
-    The numbers are NaN for a setting with a difference that is not finite. Raises UserError for an unknown setting, or
-    if the settings have different seeds.
+    Raises UserError for an unknown setting, or if the settings have different seeds.
     """
+    return pd.DataFrame(compared(paired_differences(cells, measure, against).items()), columns=Comparison._fields)
+
+
+def paired_differences(cells: pd.DataFrame, measure: str, against: str) -> dict[str, pd.Series]:
+    """Return the differences of each other setting from `against`, by seed. Raises UserError as `comparisons` does."""
     by_point = {str(point): group.set_index("seed")[measure] for point, group in cells.groupby("point", sort=False)}
     if against not in by_point:
         raise UserError(f"--against {against}: is not a setting of this grid; there are {'; '.join(by_point)}")
     _require_same_seeds(cells)
-    others = [point for point in by_point if point != against]
-    estimates = [_difference((by_point[point] - by_point[against]).to_numpy(np.float64)) for point in others]
-    p_values = [t_test(estimate) for estimate in estimates]
-    rows = [
-        Comparison(point, estimate.mean, *t_interval(estimate, 0.95), p_value, p_holm)
-        for point, estimate, p_value, p_holm in zip(others, estimates, p_values, holm(p_values), strict=True)
+    return {point: values - by_point[against] for point, values in by_point.items() if point != against}
+
+
+def compared(differences: Iterable[tuple[str, pd.Series]]) -> list[Comparison]:
+    """Test the `paired_differences` of each setting."""
+    means = [(point, _estimate(apart.to_numpy(np.float64))) for point, apart in differences]
+    p_values = [t_test(mean) for _, mean in means]
+    return [
+        Comparison(point, mean.mean, *t_interval(mean, 0.95), p_value, float(p_holm))
+        for (point, mean), p_value, p_holm in zip(means, p_values, holm(p_values), strict=True)
     ]
-    # numbers also without a row, so that tables of several axes can be joined
-    numbers = dict.fromkeys(Comparison._fields[1:], "float64")
-    return pd.DataFrame(rows, columns=Comparison._fields).astype(numbers)
 
 
-def _difference(apart: Floats) -> Estimate:
+def _estimate(apart: Floats) -> Estimate:
     return one_sample(apart) if np.isfinite(apart).all() else Estimate(math.nan, math.nan, math.nan)
 
 

@@ -23,8 +23,9 @@ from ppo_repro.analysis.grid_outcomes import (
     outcomes,
 )
 from ppo_repro.analysis.grid_table import comparisons
-from ppo_repro.analysis.report.data.metrics import Metric
-from ppo_repro.analysis.report.sections.grid_answer import answer_cards, main_effects, spread
+from ppo_repro.analysis.report.data.folder_runs import Final
+from ppo_repro.analysis.report.data.grid_differences import Limits, axis_effects, setting_differences
+from ppo_repro.analysis.report.sections.grid_answer import answer_statements, differences_card, spread
 from ppo_repro.base.errors import UserError
 from ppo_repro.commands.analyses.table import answer
 from ppo_repro.config.algorithm import ClipObjective
@@ -226,34 +227,38 @@ def test_seeds_that_are_not_finite_are_counted_and_no_difference_is_made_up() ->
 
 
 def test_a_page_counts_seeds_that_are_not_finite() -> None:
-    assert spread(pd.Series([0.5, math.nan, 0.75])) == "0.625 (0.500 to 0.750) (1 not finite)"
-    assert spread(pd.Series([0.5, math.inf])) == "0.500 (1 not finite)"
-    assert spread(pd.Series([math.nan])) == "not finite"
-    assert spread(pd.Series([0.5] * 5 + [math.nan])) == "0.500 (1 not finite)"
+    assert spread([0.5, math.nan, 0.75]) == "0.625 (0.500 to 0.750) (1 not finite)"
+    assert spread([0.5, math.inf]) == "0.500 (1 not finite)"
+    assert spread([math.nan]) == "not finite"
+    assert spread([0.5] * 5 + [math.nan]) == "0.500 (1 not finite)"
 
 
-def test_the_answer_of_a_grid_says_which_settings_it_cannot_compare(tmp_path: Path) -> None:
-    (tmp_path / "grid.yaml").write_text("question: Which?\nexpectation: None.\n")
+def test_the_answer_of_a_grid_says_which_settings_it_cannot_compare() -> None:
     values = {"x": [0.25, 0.5, 0.75], "y": [0.5, math.nan, 0.75], "z": [0.5, 0.25, 0.75]}
-    finals = pd.DataFrame([(point, i, value) for point, of in values.items() for i, value in enumerate(of)])
-    finals.columns = pd.Index(["point", "seed", "eval_accuracy"])
-    _, answered, compared = answer_cards(tmp_path, finals, Metric("eval_accuracy", "final", "accuracy"), "", 1.0)
-    assert "0 of 2 settings differ" in answered.statements[0].text
-    assert "1 of 2 cannot be compared, because a result is not finite." in answered.statements[0].text
-    assert "not finite" in compared.blocks[0]
+    finals = [Final(point, seed, value) for point, of in values.items() for seed, value in enumerate(of)]
+    found = setting_differences(finals, Limits(1.0, math.inf))
+    assert found is not None
+    (answer,) = answer_statements(finals, found, "accuracy")
+    assert "0 of 2 settings differ" in answer.text
+    assert "1 of 2 cannot be compared, because a result is not finite." in answer.text
+    assert "not finite" in differences_card(found).blocks[0]
+    assert setting_differences(finals[:-1], Limits(1.0, math.inf)) is None, "other seeds"
+    assert setting_differences(finals[::3], Limits(1.0, math.inf)) is None, "one seed"
+    assert setting_differences(finals[:3], Limits(1.0, math.inf)) is None, "one setting"
 
 
 def test_a_run_without_a_result_leaves_the_effect_of_an_axis_unknown(tmp_path: Path) -> None:
     rows = [{"axis.a": a, "axis.b": b, "seed": seed} for a in "xy" for b in "pq" for seed in (1, 2)]
     pd.DataFrame(rows).to_parquet(tmp_path / "cells.parquet")
-    values = [0.5, 0.25, 0.5, 0.75, math.nan, 0.5, 0.75, 1.0]
-    points = [f"{row['axis.a']}, {row['axis.b']}" for row in rows]
-    finals = pd.DataFrame({"point": points, "seed": [row["seed"] for row in rows], "eval_accuracy": values})
-    effects = main_effects(tmp_path, finals, Metric("eval_accuracy", "final", "accuracy"))
-    assert effects["accuracy"].tolist() == ["not finite", "not finite"]
-    effects = main_effects(tmp_path, finals.fillna(0.75), Metric("eval_accuracy", "final", "accuracy"))
+
+    def differences(values: list[float]) -> list[float]:
+        points = [f"{row['axis.a']}, {row['axis.b']}" for row in rows]
+        finals = [Final(point, int(row["seed"]), v) for point, row, v in zip(points, rows, values, strict=True)]
+        return [effect.comparison.difference for effect in axis_effects(tmp_path, finals)]
+
+    assert np.isnan(differences([0.5, 0.25, 0.5, 0.75, math.nan, 0.5, 0.75, 1.0])).tolist() == [True, True]
     # of seed 1 the means of y and x are 0.75 and 0.5, of seed 2 0.75 and 0.5
-    assert effects["accuracy"].tolist() == ["+0.250", "+0.250"]
+    assert differences([0.5, 0.25, 0.5, 0.75, 0.75, 0.5, 0.75, 1.0]) == [0.25, 0.25]
 
 
 def test_an_iteration_without_a_number_leaves_a_run_without_the_mean() -> None:

@@ -9,6 +9,7 @@ from ppo_repro.analysis.report.data.chosen_responses import choose_responses
 from ppo_repro.analysis.report.data.page_numbers import read_page_numbers
 from ppo_repro.analysis.report.data.run_curves import Curves, first_and_last, summary_tables
 from ppo_repro.analysis.report.data.run_facts import Facts, repeating
+from ppo_repro.analysis.report.data.run_mismatch import read_mismatch
 from ppo_repro.analysis.report.data.token_view import read_token_view
 from ppo_repro.analysis.report.sections import curves, verdicts
 from ppo_repro.analysis.report.sections.curves import PageLine
@@ -16,7 +17,7 @@ from ppo_repro.analysis.report.sections.held_out import samples_section
 from ppo_repro.analysis.report.sections.histograms import change_figures
 from ppo_repro.analysis.report.sections.numbers_and_configuration import numbers_section
 from ppo_repro.analysis.report.sections.ratios_and_clipping import clipping_section
-from ppo_repro.analysis.report.sections.sampler_and_trainer import cause_of, mismatch_section
+from ppo_repro.analysis.report.sections.sampler_and_trainer import cause_statement, mismatch_figures, mismatch_section
 from ppo_repro.analysis.report.sections.tokens import token_section
 from ppo_repro.records.manifest import has_responses
 from ppo_repro.records.notes import Accuracy, by_phase, phases_of
@@ -30,7 +31,9 @@ def run_page(facts: Facts, responses: int) -> str:
     numbers = read_page_numbers(facts, iterations, steps)
     counts, content = numbers.counts, facts.content
     is_diagnosed = counts.agreement.unequal_old_rollout_logprobs and has_responses(facts.manifest)
-    cause, by_bucket = cause_of(facts) if is_diagnosed else ([], [])
+    mismatch = read_mismatch(facts) if is_diagnosed else None
+    cause = [cause_statement(mismatch)] if is_diagnosed else []
+    by_bucket = [] if mismatch is None else mismatch_figures(mismatch)
     learning, optimisation, beside_mismatch = (
         curves.metric_figures(wanted, [PageLine("this run", numbers.curves)], forked_at=facts.forked_at)
         for wanted in (content.learning, content.optimisation, content.beside_mismatch)

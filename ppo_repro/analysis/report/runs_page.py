@@ -6,18 +6,19 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 
 from ppo_repro.analysis.grid_outcomes import incomplete_cells
 from ppo_repro.analysis.html.markup import Html, element, escape, sentence, share, table
 from ppo_repro.analysis.html.page import Card, Section, Statement, folded_table, page, scrolled
 from ppo_repro.analysis.mean_text import HALF_WIDTH
-from ppo_repro.analysis.report.data.folder_runs import FolderRuns, largest_possible, largest_recorded, read_folder
+from ppo_repro.analysis.report.data import grid_differences
+from ppo_repro.analysis.report.data.folder_runs import FolderRuns, read_folder
 from ppo_repro.analysis.report.data.metrics import ANY
 from ppo_repro.analysis.report.data.run_curves import Curves, OneRun
-from ppo_repro.analysis.report.sections import curves
+from ppo_repro.analysis.report.sections import curves, grid_answer
 from ppo_repro.analysis.report.sections.curves import PageLine, curve_sections, main_chart
-from ppo_repro.analysis.report.sections.grid_answer import answer_cards, spread
 from ppo_repro.analysis.report.sections.numbers_and_configuration import folded_terms
 from ppo_repro.config.files import DPO
 from ppo_repro.config.run import RunConfig
@@ -63,20 +64,30 @@ def _result_cards(runs: FolderRuns, lines: Sequence[PageLine], forks: Sequence[s
     results = scrolled(table(_means(runs), _spread_in_words(runs.seeds)))
     if not runs.is_grid:
         return [Card(f"{title} of each setting", about_chart, [results], chart)]
-    bounds = largest_possible(runs, result), largest_recorded(runs, result)
-    question, answer, *compared = answer_cards(runs.folder, runs.finals, result, chart, *bounds, about_chart)
-    return [question, answer, Card(f"{title} of each setting", blocks=[results]), *compared]
+    finals = runs.finals(result)
+    found = grid_differences.setting_differences(finals, grid_differences.limits_of(runs, result))
+    effects = grid_differences.axis_effects(runs.folder, finals) if found else []
+    answer = grid_answer.answer_statements(finals, found, result.title)
+    return [
+        grid_answer.question_card(runs.folder),
+        Card("What is the answer?", [*answer, *about_chart], chart=chart),
+        Card(f"{title} of each setting", blocks=[results]),
+        *([grid_answer.differences_card(found)] if found else []),
+        *([grid_answer.effects_card(effects, result.title)] if effects else []),
+    ]
 
 
 def _list_of_runs(runs: FolderRuns, linked_from: Path | None) -> Section:
     """Return the section with a table of all runs, and of all that their settings differ in."""
-    finals = runs.finals
     links = [_link(run.facts.run_dir, runs.folder, linked_from) for run in runs.listed]
-    results = {result.title: finals[result.key].round(3).tolist() for result in runs.results}
-    names, labels = [read_label(run.facts.run_dir).name for run in runs.listed], finals["point"].tolist()
+    finals = {result.title: runs.finals(result) for result in runs.results}
+    results = {title: np.round([final.value for final in rows], 3).tolist() for title, rows in finals.items()}
+    names = [read_label(run.facts.run_dir).name for run in runs.listed]
+    labels = [setting.short for setting, group in runs.settings.items() for _ in group]
     # a setting may have the name of its runs
     named = {"name": names} if any(name not in ("", label) for name, label in zip(names, labels, strict=True)) else {}
-    cells = pd.DataFrame({"setting": labels, "seed": finals["seed"], **named, **results, "run": links}, dtype=object)
+    seeds = [run.facts.config.seed for run in runs.listed]
+    cells = pd.DataFrame({"setting": labels, "seed": seeds, **named, **results, "run": links}, dtype=object)
     listed = [scrolled(table(cells, "Each run: a setting with a seed", limit=len(cells)), "words")]
     if any(setting.whole for setting in runs.settings):
         wholes = [(setting.short, setting.whole) for setting in runs.settings]
@@ -100,7 +111,7 @@ def _left_out(runs: FolderRuns) -> list[Card]:
 def _lines(runs: FolderRuns) -> list[PageLine]:
     """Return the lines of the MAX_LINES settings with the highest mean of the first result."""
     # a setting with a lost result has no mean, and is after those with one
-    means = pd.Series([runs.values_of(setting, runs.results[0]).mean(skipna=False) for setting in runs.settings])
+    means = pd.Series([np.mean(runs.values_of(setting, runs.results[0])) for setting in runs.settings])
     highest = set(means.sort_values(ascending=False, kind="stable").index[:MAX_LINES])
     return [_line(setting, group) for k, (setting, group) in enumerate(runs.settings.items()) if k in highest]
 
@@ -149,7 +160,7 @@ def _means(runs: FolderRuns) -> pd.DataFrame:
         {
             "setting": Html(element("span", escape(setting.short), title=setting.whole or False)),
             **({"seeds": len(group)} if max(runs.seeds) > 1 else {}),
-            **{result.title: spread(runs.values_of(setting, result)) for result in runs.results},
+            **{result.title: grid_answer.spread(runs.values_of(setting, result)) for result in runs.results},
         }
         for setting, group in runs.settings.items()
     ]

@@ -27,7 +27,7 @@ from ppo_repro.analysis.report.sections.ratios_and_clipping import (
     ratio_figure,
     ratios_by_step,
 )
-from ppo_repro.analysis.report.sections.sampler_and_trainer import bucket_figure, filled_buckets
+from ppo_repro.analysis.report.sections.sampler_and_trainer import bucket_figure
 from ppo_repro.analysis.report.sections.verdicts import on_purpose
 from ppo_repro.records import reader
 from tests.support.runs import small_config
@@ -213,10 +213,10 @@ def test_each_deliberate_cause_of_mismatch_is_named_once(fault: str, said: str) 
 
 def test_a_bucket_is_named_by_its_own_ends() -> None:
     """Between the two buckets lies an empty one."""
-    rows = [("prob", 0.01, 0.1, 5), ("prob", 0.1, 0.9, 0), ("prob", 0.9, 1.0, 5)]
+    rows = [("prob", 0.01, 0.1, 5), ("prob", 0.9, 1.0, 5)]
     buckets = pd.DataFrame(rows, columns=["kind", "lo", "hi", "n_tokens"]).assign(
         abs_mean=0.1, abs_p99=0.2, abs_max=0.3
     )
-    chart = bucket_figure(filled_buckets(buckets, "prob"), "prob").chart
+    chart = bucket_figure(buckets, "prob").chart
     assert "0.01 to 0.1" in chart
     assert "0.01 to 0.9" not in chart

@@ -8,7 +8,7 @@ import math
 import re
 import shutil
 import xml.etree.ElementTree as ET
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -18,15 +18,16 @@ import pandas as pd
 import pytest
 from scipy import stats
 
-from ppo_repro.analysis.html.page import page
+from ppo_repro.analysis.html.page import Card, page
 from ppo_repro.analysis.report import build
-from ppo_repro.analysis.report.data.metrics import Metric
+from ppo_repro.analysis.report.data.folder_runs import Final
+from ppo_repro.analysis.report.data.grid_differences import Limits, axis_effects, setting_differences
 from ppo_repro.analysis.report.data.page_numbers import read_page_numbers
 from ppo_repro.analysis.report.data.run_curves import summary_tables
 from ppo_repro.analysis.report.data.run_facts import Facts, read_facts
-from ppo_repro.analysis.report.sections.grid_answer import answer_cards, main_effects
+from ppo_repro.analysis.report.data.run_mismatch import read_mismatch
+from ppo_repro.analysis.report.sections.grid_answer import answer_statements, differences_card, effects_card
 from ppo_repro.analysis.report.sections.held_out import samples_section
-from ppo_repro.analysis.report.sections.sampler_and_trainer import cause_of
 from ppo_repro.analysis.report.sections.verdicts import learning, on_policy, troubles
 from ppo_repro.analysis.report.two_runs_page import two_runs_page
 from ppo_repro.base.errors import UserError
@@ -239,7 +240,7 @@ def test_a_difference_that_is_not_finite_is_the_largest_on_the_page_and_in_the_s
     assert "largest |old - rollout|, nats–" in text_of(build.page_of(run, 0)), "a dash is NaN"
 
 
-@pytest.mark.parametrize("part", [cause_of, samples_section])
+@pytest.mark.parametrize("part", [read_mismatch, samples_section])
 def test_a_part_is_of_the_iterations_that_the_page_counts(
     native_run: Path, tmp_path: Path, part: Callable[[Facts], object]
 ) -> None:
@@ -284,7 +285,7 @@ def grid_of(folder: Path, native_run: Path, deterministic_run: Path) -> Path:
             shutil.copytree(run, folder / path)
             rows.append({"cell": f"{mode},{name}", "axis.numerics.mode": mode, "run_dir": str(path)})
     pd.DataFrame(rows).to_parquet(folder / "cells.parquet")
-    (folder / "grid.yaml").write_text("question: Does it matter?\nexpectation: It does not.\n")
+    (folder / "grid.yaml").write_text('question: "Does `mode` matter?"\nexpectation: It does not.\naxes: {mode: {}}\n')
     return folder
 
 
@@ -298,7 +299,8 @@ def test_a_grid_has_its_question_its_settings_and_links(
     assert size == len(page.encode())
     assert "token-data" not in page
     said = text_of(page)
-    assert "Does it matter?" in said
+    assert "Does mode matter?" in said
+    assert "Settings are named by mode." in said
     assert "Expected: It does not." in said
     assert "grid: 4 runs" in said
     assert "agree on every bit in 2 of 4 runs" in said
@@ -321,54 +323,56 @@ def test_a_grid_has_its_question_its_settings_and_links(
     assert "grid: 4 runs" in said
 
 
-ACCURACY = Metric("eval_accuracy", "final", "held-out accuracy")
 SENTENCE = "settings differ from deterministic in held-out accuracy (paired t-tests over 3 seeds"
 
 
-def test_a_grid_says_which_difference_it_could_have_seen(tmp_path: Path) -> None:
-    (tmp_path / "grid.yaml").write_text('question: "Does `mode` matter?"\nexpectation: It does not.\n')
+def answered(finals: Sequence[Final], possible: float, recorded: float = math.inf) -> str:
+    """What a grid's page says about its differences."""
+    found = setting_differences(finals, Limits(possible, recorded))
+    assert found is not None
+    card = Card("What is the answer?", answer_statements(finals, found, "held-out accuracy"))
+    return text_of(page("A grid", [card, differences_card(found)], ()))
+
+
+def test_a_grid_says_which_difference_it_could_have_seen() -> None:
     results = {"deterministic": [0.5, 0.6, 0.4], "native": [0.52, 0.58, 0.41]}
-    finals = pd.DataFrame(
-        [(point, seed, value) for point, values in results.items() for seed, value in enumerate(values)],
-        columns=["point", "seed", ACCURACY.key],
-    )
-    said = text_of(page("A grid", answer_cards(tmp_path, finals, ACCURACY, "", 1.0), ()))
+    finals = [Final(point, seed, value) for point, values in results.items() for seed, value in enumerate(values)]
+    said = answered(finals, 1.0)
     assert f"0 of 1 {SENTENCE}" in said
     (could,) = re.findall(r"A difference of ([\d.]+) or more would have been found with probability 0.8\.", said)
     draws = np.random.default_rng(0).normal(float(could), np.std([0.02, -0.02, 0.01], ddof=1), (100_000, 3))
     assert (stats.ttest_1samp(draws, 0.0, axis=1).pvalue < 0.05).mean() == pytest.approx(0.8, abs=0.02)
     assert "`" not in said
-    assert "Does mode matter?" in said
-    two = finals[finals["seed"] < 2].replace(0.58, 0.85)
-    few, anything = (text_of(page("", answer_cards(tmp_path, two, ACCURACY, "", n), ())) for n in (1.0, 9.0))
+    two = [*finals[:2], *finals[3:4], finals[4]._replace(value=0.85)]
+    few, anything = (answered(two, possible) for possible in (1.0, 9.0))
     nothing = r"2 seeds can show nothing here: with probability 0\.8 they find a difference of [\d.]+ or more, and two "
     assert re.search(nothing + r"values differ by 1 at most\.", few)
     assert "-1 to 1" in few, "no accuracies differ by more"
     assert "A difference of " not in few
     assert "A difference of " in anything, "the control"
-    scored = text_of(page("", answer_cards(tmp_path, two, ACCURACY, "", math.inf, 1.2), ()))
+    scored = answered(two, math.inf, 1.2)
     assert "values differ by 1.2 at most." in scored, "of an own reward, whose range is seen, not known"
 
 
 def test_a_grid_of_two_axes_has_the_main_effect_of_each(tmp_path: Path) -> None:
-    (tmp_path / "grid.yaml").write_text("question: Which?\nexpectation: None.\naxes: {lr: {}, kl: {}}\n")
     rows = [
         {"cell": f"{lr}-{kl}-{seed}", "axis.lr": lr, "axis.kl": kl, "seed": seed}
         for lr in ("low", "high") for kl in ("off", "on") for seed in range(3)
     ]  # fmt: skip
     pd.DataFrame(rows).to_parquet(tmp_path / "cells.parquet")
-    values = [0.1 * (r["axis.lr"] == "high") - 0.2 * (r["axis.kl"] == "on") + 0.01 * r["seed"] ** 2 for r in rows]
-    points = [f"{row['axis.lr']}, {row['axis.kl']}" for row in rows]
-    finals = pd.DataFrame({"point": points, "seed": [row["seed"] for row in rows], ACCURACY.key: values})
-    found = main_effects(tmp_path, finals, ACCURACY)
-    assert found["axis"].tolist() == ["lr", "kl"]
-    assert found["difference of"].tolist() == ["high minus low", "on minus off"]
-    assert found[ACCURACY.title].tolist() == ["+0.100", "-0.200"]
-    said = text_of(page("", answer_cards(tmp_path, finals, ACCURACY, "", 1.0), ()))
+    finals = [
+        Final(f"{lr}, {kl}", seed, 0.1 * (lr == "high") - 0.2 * (kl == "on") + 0.01 * seed**2)
+        for lr in ("low", "high") for kl in ("off", "on") for seed in range(3)
+    ]  # fmt: skip
+    effects = axis_effects(tmp_path, finals)
+    said = text_of(page("", [effects_card(effects, "held-out accuracy")], ()))
     assert "Main effects of the axes" in said
-    assert main_effects(tmp_path, finals[finals["point"] != "high, on"], ACCURACY).empty, "not balanced"
+    assert "lrhigh minus low+0.100" in said
+    assert "klon minus off-0.200" in said
+    assert not axis_effects(tmp_path, [final for final in finals if final.point != "high, on"]), "not balanced"
+    assert not axis_effects(tmp_path, [final._replace(point="named") for final in finals]), "a name of its own"
     pd.DataFrame(rows).drop(columns="axis.kl").to_parquet(tmp_path / "cells.parquet")
-    assert main_effects(tmp_path, finals, ACCURACY).empty, "one axis"
+    assert not axis_effects(tmp_path, finals), "one axis"
 
 
 def test_a_folder_of_runs_has_short_labels_and_no_run_twice(

@@ -1,27 +1,45 @@
 """Read the runs of a grid, or of any folder, by setting, with the results that compare the settings.
 
-A setting is the configuration and inputs of a run without its seed. In a grid it is a combination of the axes' labels.
+The text of a run's setting (`_settings`) is
+1. its labels of the grid's axes, if the grid's table has every run;
+2. its values of the fields in which the setups of the runs differ, without the seed.
+
+The name of a setting (`setting_names`) is
+1. the label that all its runs have;
+2. its text;
+3. its experiment, if the runs do not differ.
+If two settings would have one name, every setting has its text as its name.
+
+The results (`shared_results`) are
+1. the final results that all runs have, but no accuracy if the responses of a run are neither right nor wrong, and no
+   result that equals the first one in every run;
+2. the last mean score or return, if the runs share no final result.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-
-import pandas as pd
+from typing import NamedTuple
 
 from ppo_repro.analysis.report.data.metrics import Metric, PageContent
 from ppo_repro.analysis.report.data.run_curves import OneRun, read_run
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.files import MANIFEST, folders_with
-from ppo_repro.config.run import RunConfig
-from ppo_repro.records import manifest, reader
+from ppo_repro.records import manifest
 from ppo_repro.records.changes import setup_of
 from ppo_repro.records.grid import CELLS, GRID, axes_of, read_grid_table
 from ppo_repro.records.label import read_label
 from ppo_repro.records.settings import Setting, settings_of
+
+
+class Final(NamedTuple):
+    """A result of one run."""
+
+    point: str  # short name of the run's setting
+    seed: int
+    value: float
 
 
 @dataclass(frozen=True)
@@ -29,8 +47,7 @@ class FolderRuns:
     """Complete runs of one kind in a folder.
 
     `states` has the state of every run of the folder. `copies` pairs each run that is left out with the run that has
-    the same fingerprint. `finals` has one row per run: point (the short name of its setting), seed and `results`. The
-    first result compares the settings.
+    the same fingerprint. The first result compares the settings.
     """
 
     folder: Path
@@ -38,7 +55,6 @@ class FolderRuns:
     copies: Sequence[tuple[Path, Path]]
     settings: Mapping[Setting, Sequence[OneRun]]
     results: Sequence[Metric]
-    finals: pd.DataFrame
 
     @property
     def is_grid(self) -> bool:
@@ -47,7 +63,7 @@ class FolderRuns:
 
     @property
     def listed(self) -> list[OneRun]:
-        """Return the runs in the order of `finals`."""
+        """Return the runs in the order of their settings."""
         return [run for group in self.settings.values() for run in group]
 
     @property
@@ -55,9 +71,19 @@ class FolderRuns:
         """Return the number of runs of each setting."""
         return [len(group) for group in self.settings.values()]
 
-    def values_of(self, setting: Setting, result: Metric) -> pd.Series:
+    def finals(self, result: Metric) -> list[Final]:
+        """Return a result of each run, in the order of `listed`."""
+        return [
+            Final(setting.short, run.facts.config.seed, value)
+            for setting, group in self.settings.items()
+            for run, value in zip(group, self.values_of(setting, result), strict=True)
+        ]
+
+    def values_of(self, setting: Setting, result: Metric) -> list[float]:
         """Return a result of each run of a setting."""
-        return self.finals.loc[self.finals["point"] == setting.short, result.key]
+        if result == self.content.last_value:
+            return [float(run.iterations[result.key].iloc[-1]) for run in self.settings[setting]]
+        return [float(run.facts.manifest.final[result.key]) for run in self.settings[setting]]
 
     @property
     def content(self) -> PageContent:
@@ -76,8 +102,9 @@ def read_folder(folder: Path) -> FolderRuns:
         raise UserError(f"{folder}: has {' and '.join(sorted(kinds))} runs; give a folder with runs of one kind")
     unique, copies = (complete, []) if (folder / GRID).exists() else _without_copies(complete)
     settings = _settings(folder, [read_run(run_dir) for run_dir in unique])
-    results = _results([run for group in settings.values() for run in group])
-    return FolderRuns(folder, states, copies, settings, list(results), _finals(settings, results))
+    facts = [run.facts for group in settings.values() for run in group]
+    finals, is_judged = [of.manifest.final for of in facts], all(of.is_judged for of in facts)
+    return FolderRuns(folder, states, copies, settings, shared_results(facts[0].content, finals, is_judged))
 
 
 def _runs_below(folder: Path) -> list[Path]:
@@ -100,12 +127,21 @@ def _without_copies(complete: Sequence[Path]) -> tuple[list[Path], list[tuple[Pa
 
 
 def _settings(folder: Path, runs: Sequence[OneRun]) -> dict[Setting, list[OneRun]]:
-    """Return the runs of each setting, named by `_renamed` unless two settings then have one name."""
+    """Return the runs of each setting, by its text and with its name."""
     settings: dict[Setting, list[OneRun]] = {}
     for setting, run in _by_axes(folder, runs) or _by_differences(runs):
         settings.setdefault(setting, []).append(run)
-    renamed = {_renamed(setting, group): group for setting, group in settings.items()}
-    return renamed if len({setting.short for setting in renamed}) == len(settings) else settings
+    labels = [[read_label(run.facts.run_dir).name for run in group] for group in settings.values()]
+    experiments = [group[0].facts.config.experiment for group in settings.values()]
+    names = setting_names([setting.short for setting in settings], labels, experiments)
+    return {Setting(name, setting.whole): group for name, (setting, group) in zip(names, settings.items(), strict=True)}
+
+
+def setting_names(texts: Sequence[str], labels: Sequence[Sequence[str]], experiments: Sequence[str]) -> list[str]:
+    """Name each setting from its text, the labels of its runs ("" for none) and its experiment."""
+    shared = [of[0] if len(set(of)) == 1 else "" for of in labels]
+    names = [label or text or experiment for label, text, experiment in zip(shared, texts, experiments, strict=True)]
+    return names if len(set(names)) == len(names) else list(texts)
 
 
 def _by_axes(folder: Path, runs: Sequence[OneRun]) -> list[tuple[Setting, OneRun]]:
@@ -134,51 +170,15 @@ def _labels(folder: Path) -> dict[str, str]:
     return {str(row["run_dir"]): ", ".join(str(row[axis]) for axis in axes) for row in rows}
 
 
-def _renamed(setting: Setting, group: Sequence[OneRun]) -> Setting:
-    """Rename a setting after the label that all its runs have, or after the experiment if nothing differs."""
-    names = {read_label(run.facts.run_dir).name for run in group}
-    name = names.pop() if len(names) == 1 else ""
-    return Setting(name or setting.short or group[0].facts.config.experiment, setting.whole)
-
-
-def _results(runs: Sequence[OneRun]) -> dict[Metric, list[float]]:
-    """Return the values of the final results that all runs have, or else of the last mean score or return."""
-    content, judged = runs[0].facts.content, all(run.facts.is_judged for run in runs)
-    shared = [
-        result
+def shared_results(
+    content: PageContent, finals: Sequence[Mapping[str, float | int | str]], is_judged: bool
+) -> list[Metric]:
+    """Choose the results that compare runs, from the final results of each; accuracies only if `is_judged`."""
+    shared = {
+        result: [float(final[result.key]) for final in finals]
         for result in content.results
-        if all(result.key in run.facts.manifest.final for run in runs) and (judged or not result.accuracy_of)
-    ]
-    if not shared:
-        return {content.last_value: [float(run.iterations[content.last_value.key].iloc[-1]) for run in runs]}
-    values = {result: [float(run.facts.manifest.final[result.key]) for run in runs] for result in shared}
+        if all(result.key in final for final in finals) and (is_judged or not result.accuracy_of)
+    }
+    first = next(iter(shared), content.last_value)
     # scores that are 1 for right answers and 0 for others are accuracies
-    return {result: of for result, of in values.items() if result == shared[0] or of != values[shared[0]]}
-
-
-def _finals(settings: Mapping[Setting, Sequence[OneRun]], results: Mapping[Metric, Sequence[float]]) -> pd.DataFrame:
-    """Return the frame `finals` of FolderRuns."""
-    runs = [(setting.short, run.facts.config.seed) for setting, group in settings.items() for run in group]
-    named = {result.key: values for result, values in results.items()}
-    return pd.DataFrame(runs, columns=["point", "seed"]).assign(**named)
-
-
-def largest_possible(runs: FolderRuns, result: Metric) -> float:
-    """Return the largest difference of a result that two runs can have; infinite without a limit."""
-    if result.possible is not None:
-        low, high = result.possible
-        return high - low
-    ends = [run.facts.config.reward.score_range for run in runs.listed if isinstance(run.facts.config, RunConfig)]
-    return max(high for _, high in ends) - min(low for low, _ in ends)
-
-
-def largest_recorded(runs: FolderRuns, result: Metric) -> float:
-    """Return the largest difference of two scores of sampled responses; infinite for a result that is no score."""
-    if result.possible is not None:
-        return math.inf
-    scores = [
-        reader.read_sequences(run.facts.run_dir, iterations=run.facts.manifest.own_iterations, columns=["scores"])
-        for run in runs.listed
-    ]
-    every = pd.concat(scores)["scores"]
-    return float(every.max() - every.min())
+    return [first, *(result for result, values in shared.items() if result != first and values != shared[first])]

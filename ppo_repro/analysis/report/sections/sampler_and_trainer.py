@@ -14,14 +14,9 @@ import pandas as pd
 from ppo_repro.analysis.html.charts import Axis, Line, axis_for, bar_chart, line_chart
 from ppo_repro.analysis.html.markup import number
 from ppo_repro.analysis.html.page import Figure, Section, Statement
-from ppo_repro.analysis.mismatch import IterationMismatch, mismatch_by_iteration, mismatch_table
-from ppo_repro.analysis.mismatch_buckets import bucket_table
 from ppo_repro.analysis.report.data.page_numbers import DELTA_EDGES, Counts
-from ppo_repro.analysis.report.data.run_facts import Facts
-from ppo_repro.records.logprob_pairs import LAG, ROUTE, ROUTES, TURN, run_evidence
-from ppo_repro.statistics.mismatch_metrics import with_mismatch
-from ppo_repro.testing.diagnosis import diagnose_sums
-from ppo_repro.testing.evidence import PatternSums, pattern_sums
+from ppo_repro.analysis.report.data.run_mismatch import RunMismatch
+from ppo_repro.records.logprob_pairs import LAG, ROUTE, ROUTES, TURN
 
 
 class BucketFigure(NamedTuple):
@@ -58,26 +53,22 @@ BUCKETS = {
 BUCKET_COLUMNS = ["lo", "hi", "n_tokens", "abs_mean", "abs_p99", "abs_max"]
 
 
-def cause_of(facts: Facts) -> tuple[list[Statement], list[Figure]]:
-    """Diagnose why sampler and trainer differ, and draw the mismatch by probability, position, lag, turn and route.
-
-    This reads the run once more, because only a run with unequal log-probs needs the other columns.
-    """
-    measured, patterns = list[IterationMismatch](), list[PatternSums]()
-    for pairs in run_evidence(facts.run_dir, facts.manifest):
-        measured += mismatch_by_iteration([pairs])
-        patterns.append(pattern_sums(with_mismatch(pairs)))
-    if not any(pattern.tokens for pattern in patterns):
+def cause_statement(found: RunMismatch | None) -> Statement:
+    """Return the sentence about the cause of a difference between sampler and trainer."""
+    if found is None:
         text = "Cause of the difference: no token has two finite log-probs; find out where the others come from."
-        return [Statement("fact", text)], []
-    metrics, buckets = mismatch_table(measured), bucket_table([part.buckets for part in measured])
-    divergences = metrics[metrics["metric"].isin(["k1", "k3"]) & (metrics["reduction"] == "token_mean")]
-    cause = diagnose_sums([part.sums for part in measured], patterns)
+        return Statement("fact", text)
+    cause = found.cause
     untested = f"; not tested: {', '.join(cause.untested)}" if cause.untested else ""
     text = f"Cause of the difference: {cause.verdict}{untested} (tier {cause.tier}).".replace("_", " ")
-    drawn = [bucket_figure(filled_buckets(buckets, kind), kind) for kind in BUCKETS if (buckets["kind"] == kind).any()]
-    divergence = divergence_figure(divergences[["iteration", "metric", "value", "se"]])
-    return [Statement("fact", f"{text} {cause.advice}")], [*drawn, divergence]
+    return Statement("fact", f"{text} {cause.advice}")
+
+
+def mismatch_figures(found: RunMismatch) -> list[Figure]:
+    """Draw the mismatch by probability, position, lag, turn and route, and over the iterations."""
+    kinds = set(found.buckets["kind"])
+    drawn = [bucket_figure(found.buckets, kind) for kind in BUCKETS if kind in kinds]
+    return [*drawn, divergence_figure(found.metrics)]
 
 
 def mismatch_section(counts: Counts, by_bucket: list[Figure], draws: list[Figure]) -> Section:
@@ -112,15 +103,9 @@ def delta_figure(counted: npt.NDArray[np.int64], equal: int) -> Figure:
     return Figure("Log-prob difference", chart, caption, numbers)
 
 
-def filled_buckets(buckets: pd.DataFrame, kind: str) -> pd.DataFrame:
-    """Return the buckets of a kind that have tokens, in order; columns BUCKET_COLUMNS."""
-    filled = buckets[(buckets["kind"] == kind) & (buckets["n_tokens"] > 0)]
-    return filled.sort_values("lo", ignore_index=True)[BUCKET_COLUMNS]
-
-
-def bucket_figure(filled: pd.DataFrame, kind: str) -> Figure:
-    """Draw mean, 99th percentile and largest |delta| of `filled_buckets`; `kind` is a key of BUCKETS."""
-    words = BUCKETS[kind]
+def bucket_figure(buckets: pd.DataFrame, kind: str) -> Figure:
+    """Draw mean, 99th percentile and largest |delta| of the buckets of a kind, a key of BUCKETS."""
+    words, filled = BUCKETS[kind], buckets.loc[buckets["kind"] == kind, BUCKET_COLUMNS].reset_index(drop=True)
     columns = {"largest": "abs_max", "99th percentile": "abs_p99", "mean": "abs_mean"}
     values = {name: filled[column].to_numpy(np.float64) for name, column in columns.items()}
     # the axis begins below the smallest value, or its bar would have no height
@@ -145,11 +130,10 @@ def _ticks(filled: pd.DataFrame, kind: str) -> tuple[tuple[float, str], ...]:
     return tuple((float(k), end) for k, end in enumerate(ends) if k % every == 0)
 
 
-def divergence_figure(divergences: pd.DataFrame) -> Figure:
-    """Draw |k1| and k3 over the iterations, with their standard errors.
-
-    `divergences` has columns iteration, metric (k1 or k3, nats, token_mean), value, se.
-    """
+def divergence_figure(metrics: pd.DataFrame) -> Figure:
+    """Draw |k1| and k3 (nats, token_mean) over the iterations, with their standard errors, from `mismatch_table`."""
+    is_drawn = metrics["metric"].isin(["k1", "k3"]) & (metrics["reduction"] == "token_mean")
+    divergences = metrics.loc[is_drawn, ["iteration", "metric", "value", "se"]]
     lines: list[Line] = []
     for metric, name in (("k1", "|k1|"), ("k3", "k3")):
         rows = divergences[divergences["metric"] == metric].sort_values("iteration")

@@ -1,0 +1,129 @@
+"""Compare a result of a grid's settings, and of the labels of its axes, paired by seed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pandas as pd
+
+from ppo_repro.analysis.grid_table import Comparison, compared, paired_differences
+from ppo_repro.analysis.report.data.folder_runs import Final, FolderRuns
+from ppo_repro.analysis.report.data.metrics import Metric
+from ppo_repro.analysis.significance import detectable
+from ppo_repro.config.run import RunConfig
+from ppo_repro.records import reader
+from ppo_repro.records.grid import CELLS, axes_of, read_grid_table
+
+
+class Limits(NamedTuple):
+    """The largest possible difference of two results, and of two sampled scores that were recorded."""
+
+    possible: float
+    recorded: float
+
+
+@dataclass(frozen=True)
+class SettingDifference:
+    """A setting minus the first one; the interval has only differences that are possible."""
+
+    comparison: Comparison
+    detectable: float  # difference that the seeds show with probability 0.8; NaN if theirs are equal or not finite
+
+    @property
+    def is_clear(self) -> bool:
+        """Return whether p is below 0.05."""
+        return self.comparison.p_holm < 0.05
+
+
+@dataclass(frozen=True)
+class SettingDifferences:
+    """Differences of a grid's settings from its first setting, paired by seed."""
+
+    first: str  # the setting from which the others differ
+    seeds: int
+    largest: float  # difference that two results can have
+    others: Sequence[SettingDifference]
+
+
+@dataclass(frozen=True)
+class AxisEffect:
+    """A label of an axis minus its first label, averaged over the settings of the other axes, paired by seed."""
+
+    axis: str
+    first: str
+    comparison: Comparison  # Holm's correction is over all labels of all axes
+
+
+def setting_differences(finals: Sequence[Final], limits: Limits) -> SettingDifferences | None:
+    """Compare each setting with the first one; None unless several settings have the same seeds, at least two."""
+    seeds: dict[str, set[int]] = {}
+    for final in finals:
+        seeds.setdefault(final.point, set()).add(final.seed)
+    first, *others = seeds
+    if not others or len(seeds[first]) < 2 or any(seeds[other] != seeds[first] for other in others):
+        return None
+    apart = paired_differences(pd.DataFrame(finals), "value", first)
+    # Holm's first test has the smallest level
+    sizes = [detectable(float(d.std(ddof=1, skipna=False)), len(d), 0.05 / len(others)) for d in apart.values()]
+    rows = [
+        SettingDifference(_within(row, limits.possible), size)
+        for row, size in zip(compared(apart.items()), sizes, strict=True)
+    ]
+    return SettingDifferences(first, len(seeds[first]), min(limits), rows)
+
+
+def _within(row: Comparison, possible: float) -> Comparison:
+    low, high = (float(np.clip(end, -possible, possible)) for end in (row.ci_lo, row.ci_hi))
+    return row._replace(ci_lo=low, ci_hi=high)
+
+
+def axis_effects(folder: Path, finals: Sequence[Final]) -> list[AxisEffect]:
+    """Return the differences of an axis's labels from its first label.
+
+    [] for a grid with one axis, or if a setting has a name of its own. An axis whose labels do not have the same
+    settings of the other axes is left out.
+    """
+    cells = read_grid_table(folder / CELLS) if (folder / CELLS).exists() else pd.DataFrame()
+    axes = axes_of(cells)
+    labels = {", ".join(row): row for row in cells[axes].astype(str).itertuples(index=False, name=None)}
+    if len(axes) < 2 or any(final.point not in labels for final in finals):
+        return []
+    of_run = [labels[final.point] for final in finals]
+    effects = [(axis, *effect) for k, axis in enumerate(axes) for effect in _label_differences(k, of_run, finals)]
+    rows = compared((label, apart) for _, _, label, apart in effects)
+    return [
+        AxisEffect(axis.removeprefix("axis."), first, row) for (axis, first, *_), row in zip(effects, rows, strict=True)
+    ]
+
+
+def _label_differences(
+    k: int, of_run: Sequence[tuple[str, ...]], finals: Sequence[Final]
+) -> list[tuple[str, str, pd.Series]]:
+    """Return the first label of axis number k, another label, and their differences by seed, for each other label."""
+    settings = set(of_run)
+    others = {row[:k] + row[k + 1 :] for row in settings}
+    if len(settings) != len(others) * len({row[k] for row in settings}):
+        return []
+    by_seed = pd.DataFrame(finals).assign(point=[row[k] for row in of_run]).groupby(["point", "seed"], sort=False)
+    # a seed that lacks a value has no mean, and so its label no difference
+    means = by_seed["value"].agg(lambda values: values.mean(skipna=False)).reset_index()
+    first = of_run[0][k]
+    return [(first, label, apart) for label, apart in paired_differences(means, "value", first).items()]
+
+
+def limits_of(runs: FolderRuns, result: Metric) -> Limits:
+    """Return the limits of a result; a result without limits has infinite ones."""
+    if (possible := result.possible) is not None:
+        return Limits(possible[1] - possible[0], math.inf)
+    ends = [run.facts.config.reward.score_range for run in runs.listed if isinstance(run.facts.config, RunConfig)]
+    scores = [
+        reader.read_sequences(run.facts.run_dir, iterations=run.facts.manifest.own_iterations, columns=["scores"])
+        for run in runs.listed
+    ]
+    every = pd.concat(scores)["scores"]
+    return Limits(max(high for _, high in ends) - min(low for low, _ in ends), float(every.max() - every.min()))

@@ -24,6 +24,8 @@ _COPIES = """
     _to_copy arange clone copy detach empty empty_like empty_strided fill full full_like lift_fresh new_empty
     new_empty_strided new_full new_ones new_zeros ones ones_like scalar_tensor zero zeros zeros_like
 """
+# of two zeros with different signs, torch's loop over vectors and its scalar rest choose different ones
+_EXTREMES = ("amax", "amin", "clamp", "clamp_max", "clamp_min", "max", "maximum", "min", "minimum")
 _SAME_BITS = frozenset(" ".join((_ARITHMETIC, _CHOICE, _COMPARISON, _PLACES, _COPIES)).split())
 
 _EXACT = "ppo_repro.numerics"
@@ -34,6 +36,7 @@ _INSTEAD = {
     **dict.fromkeys(("std", "var", "var_mean", "linalg_vector_norm", "dot", "mv", "mm", "bmm", "addmm"), _SUMS),
     **dict.fromkeys(("index_add", "index_put", "scatter_add"), "batch.of_tokens for the number of several tokens"),
     "log_sigmoid_forward": f"-{_EXACT}.softplus(-x)",
+    **dict.fromkeys(_EXTREMES, "x + 0.0 for each argument x, so that no zero is negative"),
     "pow": f"x * x, or exp and log of {_EXACT}",
 }
 
@@ -75,9 +78,22 @@ def _has_same_bits(name: str, inputs: dict[str, Any], result: Any) -> bool:
         return not isinstance(inputs["exponent"], Tensor) and inputs["exponent"] in (1, 2)
     if name in ("index_put", "scatter", "scatter_add"):
         return "reduce" not in inputs and not _repeats(inputs)
+    if name in _EXTREMES and _chooses_a_zero(inputs, result):
+        return False
     # with alpha, x + 0.1 * y is rounded once or twice, which depends on the machine
     is_plain = inputs.get("alpha", 1) == 1 and inputs.get("rounding_mode") is None and "decimals" not in inputs
     return name in _SAME_BITS and is_plain
+
+
+def _chooses_a_zero(inputs: dict[str, Any], result: Any) -> bool:
+    """Return whether an extreme may be one of two zeros of opposite signs."""
+    x, *others = (inputs[name] for name in ("self", "other", "min", "max") if isinstance(inputs.get(name), Tensor))
+    if others:
+        return any(bool(((x == 0) & (y == 0) & (x.signbit() != y.signbit())).any()) for y in others)
+    largest = tree_leaves(result)[0]
+    signs = x[x == 0].signbit()
+    is_reduced = largest.numel() < x.numel()  # a clamp by numbers keeps the sign of a zero
+    return is_reduced and bool((largest == 0).any()) and bool(signs.any()) and not bool(signs.all())
 
 
 def _repeats(inputs: dict[str, Any]) -> bool:

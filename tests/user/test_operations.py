@@ -28,6 +28,7 @@ def drawn(name: str, count: int = 10) -> Tensor:
     return torch.from_numpy(bell(count, "operations", name)).to(torch.float32).requires_grad_()
 
 
+ZERO = torch.zeros(33)
 X, Y, Z, PAIRS = drawn("x"), drawn("y"), drawn("z"), [drawn(f"pair {i}", 4) for i in range(4)]
 RATIOS = Z.detach().abs().requires_grad_()
 SCORES = PAIRS[0].detach().to(torch.float64)
@@ -164,12 +165,18 @@ DEPENDENT: list[tuple[str, Call, list[str]]] = [
     ("complex", lambda: torch.view_as_real(X.detach().to(torch.complex64) * 1j), ["_to_copy", "mul", "view_as_real"]),
     ("square root", lambda: RATIOS.sqrt(), ["sqrt"]),
     ("cube", lambda: X**3, ["pow"]),
+    ("the larger of two zeros", lambda: ZERO.maximum(-ZERO), ["maximum"]),
+    ("a bound that is a zero", lambda: (-ZERO).clamp(min=ZERO), ["clamp"]),
+    ("the largest of zeros", lambda: torch.stack([ZERO, -ZERO]).amax(), ["amax"]),
 ]
 
 SAME: list[tuple[str, Call]] = [
     ("arithmetic", lambda: (X + 2 * Y - 1.0 / RATIOS).abs() / Z - X**2),
     ("choice", lambda: torch.where(X > 0, X, Y).clamp(-1, 1).minimum(Z).maximum(Y)),
     ("largest", lambda: X.amax() - X.max()),
+    ("largest of other numbers than zeros", lambda: torch.stack([ZERO, -ZERO, ZERO + 1]).amax()),
+    ("zeros and a bound", lambda: torch.stack([ZERO, -ZERO]).clamp(min=0.0)),
+    ("a zero and a number", lambda: (-ZERO).clamp(min=0.0).minimum(ZERO + 1).maximum(-ZERO)),
     ("order", lambda: (X.sort().values, X.view(5, 2).max(1).values, X.gather(0, torch.tensor([2, 0])))),
     ("sum of one number", lambda: (X[:1].sum(), X[:0].sum())),
     ("indices", lambda: torch.stack([X[torch.tensor([3, 1])], X[1:3], X[[-1, 0]]]).T.reshape(-1)),

@@ -144,9 +144,8 @@ class ForwardPass:
     reverse_ref_kl: Tensor | None  # [N] float32, KL(reference || policy); None unless the reward charges it
     entropies: Tensor  # [N] float32
     prob_sq_sums: Tensor  # [N] float32, sum over the vocabulary of the squared probabilities
-    cumulative_probs: (
-        Tensor | None
-    )  # [N] float32, of the tokens at least as likely, itself included; None: not recorded
+    # [N] float32, of the tokens at least as likely, itself included; None: not recorded
+    cumulative_probs: Tensor | None
     routes: Tensor  # [N, M k] int32, of the policy, as `Rollout.token_routes`; [N, 0] below level deep
     values: Tensor | None  # [N] float32, expected return before the token; None without a value model
 

@@ -245,7 +245,7 @@ def require_new(run_dir: Path) -> None:
             f"or use `ppo-repro show {quoted}`, `ppo-repro rerun {quoted}` or `ppo-repro resume {quoted}`"
         )
     if os.path.lexists(run_dir):
-        raise UserError(f"{run_dir}: the file {run_dir} is in the way; choose another --out")
+        raise UserError(f"{run_dir}: a file is in the way; choose another --out")
 
 
 def check_links(run_dir: Path) -> None:

@@ -213,8 +213,10 @@ def _update(config: RunConfig) -> Iterator[str]:
     if tokens >= context:
         yield f"rollout.max_response_tokens = {tokens} must be smaller than numerics.max_context = {context}"
     adaptive = isinstance(ppo.objective, AdaptiveClipObjective | PenaltyObjective) and ppo.objective.target_kl
-    if ppo.epochs == 1 and ppo.minibatch_size == sequences and (adaptive or ppo.early_stop_kl):
-        yield "ppo.objective.target_kl and ppo.early_stop_kl need more than one step per iteration to see a KL"
+    if ppo.epochs == 1 and ppo.minibatch_size == sequences:
+        for name, target in (("ppo.objective.target_kl", adaptive), ("ppo.early_stop_kl", ppo.early_stop_kl)):
+            if target:
+                yield f"{name} needs more than one step per iteration to see a KL"
 
 
 def _engine(config: RunConfig) -> Iterator[str]:

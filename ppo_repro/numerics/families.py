@@ -53,9 +53,8 @@ class Family:
     windows: Literal["no layer", "every layer", "by layer_types"] = "no layer"  # which layers may have a sliding window
     mixture: type[nn.Module] | None = None  # a router and its experts
     learned_positions: str | None = None  # the name of their table; None: rotary positions
-    rotary: Literal["every layer", "by no_rope_layers", "by layer_types"] = (
-        "every layer"  # which layers rotate, and how
-    )
+    # which layers rotate, and how
+    rotary: Literal["every layer", "by no_rope_layers", "by layer_types"] = "every layer"
     rotates_part: bool = False  # partial_rotary_factor may be below 1
     gated: bool = True  # the MLP is down(act(gate) up), not down(act(up))
     joins_heads: bool = False  # query, key and value of a head lie together in the matrix qkv

@@ -162,14 +162,14 @@ def _recording_gradients(trunk: nn.Module) -> Iterator[None]:
 
     A pass over a cache records no gradients: in training mode transformers would drop the cache.
     """
-    layers = decoder_layers(trunk) if torch.is_grad_enabled() else []
+    layers = {layer: layer.training for layer in decoder_layers(trunk)} if torch.is_grad_enabled() else {}
     for layer in layers:
         layer.training = True
     try:
         yield
     finally:
-        for layer in layers:
-            layer.training = False
+        for layer, was_training in layers.items():
+            layer.training = was_training
 
 
 @contextmanager

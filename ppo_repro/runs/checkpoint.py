@@ -124,6 +124,7 @@ def save(saved: Checkpoint, path: Path) -> str:
         "steps": {name: dict(state.steps) for name, state in optimizers.items()},
     }
     tensors = {f"{group}:{name}": tensor for group, named in groups.items() for name, tensor in named.items()}
+    # `law` is the hash of the kernels' known answer, by the name that it has in the folders of earlier runs
     written_by = {"format": FORMAT, "ppo_repro": __version__, "law": _KERNELS[saved.precision]}
     metadata = {**written_by, "checkpoint": json.dumps(content, sort_keys=True)}
     with whole_file(path) as temporary:

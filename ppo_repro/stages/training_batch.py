@@ -71,6 +71,8 @@ def objective_of(ppo: PPOConfig, coefficients: Coefficients, functions: Function
         case FunctionObjective():
             assert functions.objective is not None
             return functions.objective
+        case unknown:
+            assert_never(unknown)
 
 
 def kl_estimator_of(charged: KLConfig, functions: Functions) -> TokenKL | None:

@@ -229,8 +229,9 @@ def judge_samples(judge: Judge, samples: Sequence[Sample], model_scores: Sequenc
     """Compute score = sum_k weight_k value_k over the reward terms; then apply the rules for cut responses.
 
     A response is correct if it ended by itself with the right answer. If a term asks the task's verifier, 1 or more
-    means right. If a format is rewarded, the text between the answer tags must be the answer. Otherwise the extracted
-    answer must be the answer. `model_scores` are the scores of a reward model, one per response, or empty.
+    means right. If a format is rewarded and the response has it, the text between the answer tags must be the answer.
+    Otherwise the extracted answer must be the answer. `model_scores` are the scores of a reward model, one per
+    response, or empty.
 
     Raises UserError if a user's function raises or does not return a number, or if a score is beyond float32.
     """

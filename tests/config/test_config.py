@@ -24,6 +24,7 @@ FOLDER = {"kind": "folder", "path": "some/model"}
 JSONL = {"kind": "jsonl", "path": "some.jsonl", "num_eval_prompts": 3}
 
 GROUP = ("advantages={kind: group}", "value={kind: none}", "kl={placement: none}", "rollout.samples_per_prompt=2")
+ONE_STEP = ("ppo.epochs=1", "ppo.minibatch_size=48")
 ROUNDED, STOCK, SGLANG = "mismatch.sampler.precision.weights=int8", "mismatch.sampler.stock=float32", "{kind: sglang}"
 FUNCTION = "{kind: function, path: 'engine.py:Engine'}"
 
@@ -223,6 +224,11 @@ def test_a_file_for_another_command_is_named(path: Path, kind: str, command: str
         (["mismatch.flip=bit", "lora={rank: 8, alpha: 16}"], "mismatch.flip = bit needs lora = null: the reference"),
         (["mismatch.sampler.lag=1", "ppo.iterations=1"], "mismatch.sampler.lag needs ppo.iterations of at least 2"),
         (["ppo.objective={kind: clip, dual_clip: 1.1}"], "ppo.objective: dual_clip = 1.1 must be greater than 1 + the"),
+        ([*ONE_STEP, "ppo.early_stop_kl=0.1"], "ppo.early_stop_kl needs more than one step per iteration"),
+        (
+            [*ONE_STEP, "ppo.objective={kind: adaptive_clip, target_kl: 0.1}"],
+            "ppo.objective.target_kl needs more than one step per iteration",
+        ),
         (["model.hidden_size=34"], "model: hidden_size must be an even multiple of num_attention_heads"),
         (["numerics.precision=high", "numerics.mode=native"], "numerics: precision = high needs mode = deterministic"),
         ([ROUNDED, "numerics.mode=native"], "mismatch.sampler.precision needs numerics.mode = deterministic, whose"),

@@ -12,6 +12,7 @@ import binascii
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import UnionType
 from typing import Any
 
 import numpy as np
@@ -115,7 +116,7 @@ def read_completions(answer: Any, batch: Batch, version: str, url: str) -> list[
             read = shown_value(meta.get("prompt_tokens"))
             raise ValueError(f"read a prompt of {len(request.prompt_ids)} tokens as {read}")
         tokens, drawn, reason = _response(item, meta, wanted)
-        latency, inputs = _field(meta, "e2e_latency", float), len(request.prompt_ids) + len(tokens) - 1
+        latency, inputs = _field(meta, "e2e_latency", float | int), len(request.prompt_ids) + len(tokens) - 1
         if not math.isfinite(latency):
             raise ValueError(f"returned {latency!r} as e2e_latency; must be a finite number of seconds")
         logprobs = torch.tensor(drawn, dtype=torch.float32)
@@ -172,7 +173,7 @@ def _check_version(meta: dict[str, Any], version: str) -> None:
         )
 
 
-def _field(item: Any, name: str, kind: type) -> Any:
+def _field(item: Any, name: str, kind: type | UnionType) -> Any:
     value = item.get(name) if isinstance(item, dict) else None
     if not isinstance(value, kind):
         raise ValueError(f"its answer has no {name}; is this an SGLang server of a supported release?")

@@ -24,7 +24,6 @@ Bool = npt.NDArray[np.bool_]
 # five flags of ratios that never overlap; a token is `outside` if it has one of them
 DISJOINT = ("clip_high", "clip_low", "wrong_high", "wrong_low", "outside_without_advantage")
 FLAGS = ("outside", *DISJOINT, "clip_dual", "removed")
-VALUE_FLAGS = ("value_outside", "value_removed")
 Effect = Literal["unchanged", "removed", "kept", "bounded", "unknown"]
 
 

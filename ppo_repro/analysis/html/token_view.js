@@ -1,4 +1,5 @@
 "use strict";
+// report/data/token_view.py makes the JSON that this draws.
 // Everything shown enters the page as text, never as markup.
 const HIDDEN = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u200b\u200e\u200f\u2028-\u202e\u2060\u2066-\u2069\ufeff\ufffe\uffff]/g;
 const at = (id) => document.getElementById(id);

@@ -1,1 +1,1 @@
-"""Analyses of recorded runs: they read records only and compute every quantity a second time. Start with README.md."""
+"""Analyses compute every quantity again from the records; only remedies.py calls the trainer. Start with README.md."""

@@ -1,9 +1,11 @@
 """Which tokens did the clip change? Each definition of "clipped" is a flag per token.
 
-`analyse clipping` and the shares of words compute ratios again, in float64, and compare strictly, as training does. The
-measures of a grid, pages, `view`, and `removed` of `analyse tokenization` count what the run recorded: the column
-`clip_flag`, and for `outside_fraction` the column `ratios`. Only `clip_floor` of a grid is computed, because no step
-has its ratio.
+`analyse clipping` and the shares of words compute ratios again, in float64. Like training, they compare strictly.
+
+Pages, `view`, measures of a grid, and `removed` of `analyse tokenization` count the recorded column `clip_flag`. The
+measure `outside_fraction` counts the recorded column `ratios`.
+
+The measure `clip_floor` is computed from log-probs. It needs the ratio before the first step, which no run records.
 """
 
 from __future__ import annotations
@@ -24,7 +26,6 @@ Bool = npt.NDArray[np.bool_]
 # five flags of ratios that never overlap; a token is `outside` if it has one of them
 DISJOINT = ("clip_high", "clip_low", "wrong_high", "wrong_low", "outside_without_advantage")
 FLAGS = ("outside", *DISJOINT, "clip_dual", "removed")
-VALUE_FLAGS = ("value_outside", "value_removed")
 Effect = Literal["unchanged", "removed", "kept", "bounded", "unknown"]
 
 

@@ -17,10 +17,10 @@ import pandas as pd
 from ppo_repro.analysis.buckets import DOUBLING, ENTROPIES, PROBABILITIES, bucket_of
 from ppo_repro.analysis.clip_flags import (
     FLAGS,
-    VALUE_FLAGS,
     Bool,
     clipped_at_start,
     column,
+    flags_of_ratios,
     ratios_of,
     token_flags,
     value_flags,
@@ -144,22 +144,24 @@ def _numbers(rows: pd.DataFrame, rule: ClipRule) -> dict[str, float]:
     """Return the columns of one row of `clip_step` over these tokens; only n_tokens if there are no tokens."""
     if not len(rows):
         return {"n_tokens": 0}
-    ratios, log_ratios, mass = (column(rows, name) for name in ("ratio", "log_ratios", "mass"))
+    log_ratios, mass = column(rows, "log_ratios"), surrogate_mass(rows)
+    ratios = ratios_of(log_ratios)
+    flags = flags_of_ratios(ratios, column(rows, "advantages"), rule)
     shown = ratios if np.isfinite(ratios).all() else np.array([math.nan])
     beyond = (ratios > 1.0 + 2.0 * rule.high) | (ratios < 1.0 - 2.0 * rule.low)
     total = float(mass.sum())
     return {
         "n_tokens": len(rows),
         "n_nonfinite": int(np.count_nonzero(~np.isfinite(log_ratios))),
-        **{name: float(rows[name].mean()) for name in FLAGS},
+        **{name: float(flags[name].mean()) for name in FLAGS},
         "ratio_mean": shown.mean(),
         "ratio_min": shown.min(),
         "ratio_max": shown.max(),
         "beyond_twice": float(beyond.mean()),
         **kl_estimates(log_ratios),
         "ess_frac": effective_samples(log_ratios),
-        "removed_mass": float(mass[rows["removed"]].sum()) / total if total and np.isfinite(total) else math.nan,
-        "clip_floor": float(rows["clip_floor"].mean()),
+        "removed_mass": float(mass[flags["removed"]].sum()) / total if total and np.isfinite(total) else math.nan,
+        "clip_floor": float(clipped_at_start(rows, rule).mean()),
     }
 
 
@@ -176,9 +178,6 @@ def clip_step(item: IterationRows) -> pd.DataFrame:
         value_outside, value_removed: `value_flags`
     """
     policy, moved = policy_rows(item), item.rows[item.rows["new_values"].notna()]
-    floor = clipped_at_start(policy, item.rule)
-    policy = policy.join(token_flags(policy, item.rule)).assign(mass=surrogate_mass(policy), clip_floor=floor)
-    moved = moved.join(value_flags(moved, item.value_reach))
     policy_steps, value_steps = (rows.groupby(STEP_KEY).indices for rows in (policy, moved))
     table = []
     for number, step in enumerate(zip(item.steps["epoch"], item.steps["minibatch"], strict=True)):
@@ -186,9 +185,8 @@ def clip_step(item: IterationRows) -> pd.DataFrame:
         of_policy, of_value = policy.iloc[policy_steps.get(step, [])], moved.iloc[value_steps.get(step, [])]
         for subset in SUBSETS:
             numbers = _numbers(of_policy[_is_in(subset, of_policy)], item.rule)
-            values = of_value[_is_in(subset, of_value)]
-            rates = {name: values[name].mean() for name in VALUE_FLAGS}
-            table.append({**key, "subset": subset, **numbers, "n_value_tokens": len(values), **rates})
+            values = value_flags(of_value[_is_in(subset, of_value)], item.value_reach)
+            table.append({**key, "subset": subset, **numbers, "n_value_tokens": len(values), **values.mean()})
     return pd.DataFrame(table)
 
 

@@ -1,4 +1,5 @@
 "use strict";
+// report/data/token_view.py makes the JSON that this draws.
 // Everything shown enters the page as text, never as markup.
 const HIDDEN = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u200b\u200e\u200f\u2028-\u202e\u2060\u2066-\u2069\ufeff\ufffe\uffff]/g;
 const at = (id) => document.getElementById(id);
@@ -186,7 +187,7 @@ const tokenView = (() => {
     view.about.textContent =
       (data.responses.length > 1 ? "Response " + (index + 1) + " of " + data.responses.length + " shown here: i" : "I") + "teration " + response.iteration +
       ", sequence " + response.sequence + "; " + response.texts.length + (response.texts.length === 1 ? " token, score " : " tokens, score ") + say(response.score) +
-      ", ended by " + response.finish + ", largest mismatch " + say(response.max_abs_delta) + " nats, " +
+      ", ended by " + response.finish + ", largest mismatch " + say(response.mismatch) + " nats, " +
       response.clipped + " clipped token updates" + (response.why.length ? "; chosen as " + reasons(response) : "") + ".";
     view.prompt.textContent = visible(response.prompt);
     view.answer.textContent = visible(response.answer);
@@ -202,7 +203,7 @@ const tokenView = (() => {
     const all = data.responses.map((r, i) => [r, i]).filter(([r]) => r.why.includes(key));
     // a word, such as inf or nan, is a difference that is not finite
     const size = (delta) => (typeof delta === "string" ? Infinity : Math.abs(delta));
-    const worth = { mismatch: (r) => size(r.max_abs_delta), clipped: (r) => r.clipped, best: (r) => r.score, worst: (r) => -r.score };
+    const worth = { mismatch: (r) => size(r.mismatch), clipped: (r) => r.clipped, best: (r) => r.score, worst: (r) => -r.score };
     const rank = worth[key] || (() => 0);
     show(all.reduce((a, b) => (rank(b[0]) > rank(a[0]) ? b : a))[1]);
     if (key !== "mismatch") return;

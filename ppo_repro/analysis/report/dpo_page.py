@@ -10,7 +10,7 @@ from ppo_repro.analysis.html.page import Card, Section, Statement, facts_html, f
 from ppo_repro.analysis.report.data.metrics import DPO_STEPS
 from ppo_repro.analysis.report.data.run_curves import Curves, run_curves, summary_tables
 from ppo_repro.analysis.report.data.run_facts import Facts, repeating
-from ppo_repro.analysis.report.sections.curves import PageLine, metric_by_step, metric_figures, run_chart
+from ppo_repro.analysis.report.sections.curve_figures import PageLine, metric_by_step, metric_figures, run_chart
 from ppo_repro.analysis.report.sections.histograms import distribution_figure
 from ppo_repro.analysis.report.sections.numbers_and_configuration import numbers_section
 from ppo_repro.records import reader

@@ -6,13 +6,13 @@ import pandas as pd
 
 from ppo_repro.analysis.html.page import Card, Section, facts_html, folded_table, folded_text, page
 from ppo_repro.analysis.report.data.chosen_responses import choose_responses
+from ppo_repro.analysis.report.data.mismatch_cause import read_mismatch
 from ppo_repro.analysis.report.data.page_numbers import read_page_numbers
 from ppo_repro.analysis.report.data.run_curves import Curves, first_and_last, summary_tables
 from ppo_repro.analysis.report.data.run_facts import Facts, repeating
-from ppo_repro.analysis.report.data.run_mismatch import read_mismatch
 from ppo_repro.analysis.report.data.token_view import read_token_view
-from ppo_repro.analysis.report.sections import curves, verdicts
-from ppo_repro.analysis.report.sections.curves import PageLine
+from ppo_repro.analysis.report.sections import curve_figures, verdicts
+from ppo_repro.analysis.report.sections.curve_figures import PageLine
 from ppo_repro.analysis.report.sections.held_out import samples_section
 from ppo_repro.analysis.report.sections.histograms import change_figures
 from ppo_repro.analysis.report.sections.numbers_and_configuration import numbers_section
@@ -35,7 +35,7 @@ def run_page(facts: Facts, responses: int) -> str:
     cause = [cause_statement(mismatch)] if is_diagnosed else []
     by_bucket = [] if mismatch is None else mismatch_figures(mismatch)
     learning, optimisation, beside_mismatch = (
-        curves.metric_figures(wanted, [PageLine("this run", numbers.curves)], forked_at=facts.forked_at)
+        curve_figures.metric_figures(wanted, [PageLine("this run", numbers.curves)], forked_at=facts.forked_at)
         for wanted in (content.learning, content.optimisation, content.beside_mismatch)
     )
     distributions = change_figures(numbers.values, content.first_chart[-1].title, content.samples)
@@ -46,7 +46,7 @@ def run_page(facts: Facts, responses: int) -> str:
         Card(
             "Did it learn?",
             [*verdicts.origin(facts), *verdicts.learning(facts, iterations)],
-            chart=curves.run_chart(facts, numbers.curves),
+            chart=curve_figures.run_chart(facts, numbers.curves),
         ),
         Card("Is it on-policy?", [*verdicts.on_policy(facts, counts.agreement, counts.draws), *cause]),
         Card(
@@ -67,12 +67,12 @@ def run_page(facts: Facts, responses: int) -> str:
     return page(facts.name, cards, sections, tokens)
 
 
-def _tables(facts: Facts, iterations: pd.DataFrame, steps: pd.DataFrame, run_curves: Curves) -> dict[str, pd.DataFrame]:
+def _tables(facts: Facts, iterations: pd.DataFrame, steps: pd.DataFrame, curves: Curves) -> dict[str, pd.DataFrame]:
     """Return the tables of key numbers by title."""
-    metrics = curves.informative(facts.content.metrics, [PageLine("this run", run_curves)])
+    metrics = curve_figures.informative(facts.content.metrics, [PageLine("this run", curves)])
     tables = {
         "Whole run": _whole_run(facts, iterations, steps),
-        "First and last value": first_and_last(metrics, run_curves),
+        "First and last value": first_and_last(metrics, curves),
     }
     measured = facts.accuracy
     if measured is not None:

@@ -17,8 +17,8 @@ from ppo_repro.analysis.report.data import grid_differences
 from ppo_repro.analysis.report.data.folder_runs import FolderRuns, read_folder
 from ppo_repro.analysis.report.data.metrics import ANY
 from ppo_repro.analysis.report.data.run_curves import Curves, OneRun
-from ppo_repro.analysis.report.sections import curves, grid_answer
-from ppo_repro.analysis.report.sections.curves import PageLine, curve_sections, main_chart
+from ppo_repro.analysis.report.sections import curve_figures, grid_answer
+from ppo_repro.analysis.report.sections.curve_figures import PageLine, curve_sections, main_chart
 from ppo_repro.analysis.report.sections.numbers_and_configuration import folded_terms
 from ppo_repro.config.files import DPO
 from ppo_repro.config.run import RunConfig
@@ -57,9 +57,9 @@ def _result_cards(runs: FolderRuns, lines: Sequence[PageLine], forks: Sequence[s
     """Return the cards with the results of each setting: a chart, a table and, for a grid, its question and answer."""
     result = runs.results[0]
     title = result.title.capitalize()
-    drawn = curves.lines_of(lines, result.key) if result in runs.content.results else []
-    chart = curves.curve_chart(title, result.title, drawn) or main_chart(runs.listed[0].facts, lines)
-    hidden = curves.equal_lines(drawn)
+    drawn = curve_figures.lines_of(lines, result.key) if result in runs.content.results else []
+    chart = curve_figures.curve_chart(title, result.title, drawn) or main_chart(runs.listed[0].facts, lines)
+    hidden = curve_figures.equal_lines(drawn)
     about_chart = [Statement("fact", text) for text in (*([sentence(hidden)] if hidden else []), *forks)]
     results = scrolled(table(_means(runs), _spread_in_words(runs.seeds)))
     if not runs.is_grid:
@@ -128,8 +128,8 @@ def _line(setting: Setting, group: Sequence[OneRun]) -> PageLine:
     config, content = group[0].facts.config, group[0].facts.content
     score = config.reward.score_range if isinstance(config, RunConfig) else ANY
     runs = tuple(_curves_after_fork(run) for run in group)
-    seeds = runs if 1 < len(runs) < curves.MANY_SEEDS else ()
-    return PageLine(setting.short, curves.over_seeds(runs, content.metrics, score), seeds, setting.whole)
+    seeds = runs if 1 < len(runs) < curve_figures.MANY_SEEDS else ()
+    return PageLine(setting.short, curve_figures.over_seeds(runs, content.metrics, score), seeds, setting.whole)
 
 
 def _curves_after_fork(run: OneRun) -> Curves:
@@ -142,8 +142,8 @@ def _band(seeds: Sequence[int]) -> str:
     """Say what lines and bands of the charts are, from the number of seeds of each setting."""
     if max(seeds) == 1:
         return ONE_RUN_EACH
-    thin = ["thin lines: each seed"] if min(seeds) < curves.MANY_SEEDS else []
-    band = ["band: 95 % Student interval"] if max(seeds) >= curves.MANY_SEEDS else []
+    thin = ["thin lines: each seed"] if min(seeds) < curve_figures.MANY_SEEDS else []
+    band = ["band: 95 % Student interval"] if max(seeds) >= curve_figures.MANY_SEEDS else []
     return f"mean over the seeds of a setting; {', '.join([*thin, *band])}"
 
 
@@ -151,7 +151,7 @@ def _spread_in_words(seeds: Sequence[int]) -> str:
     """Say what stands beside the means of `_means`, from the number of seeds of each setting."""
     if max(seeds) == 1:
         return ONE_RUN_EACH
-    return HALF_WIDTH if min(seeds) >= curves.MANY_SEEDS else "mean (smallest to largest seed)"
+    return HALF_WIDTH if min(seeds) >= curve_figures.MANY_SEEDS else "mean (smallest to largest seed)"
 
 
 def _means(runs: FolderRuns) -> pd.DataFrame:

@@ -12,7 +12,7 @@ from ppo_repro.analysis.html.page import Card, Statement, folded_text, page, scr
 from ppo_repro.analysis.report.data.run_curves import OneRun, first_and_last, read_run
 from ppo_repro.analysis.report.data.run_facts import RUN_AGAIN, repeating
 from ppo_repro.analysis.report.sections import verdicts
-from ppo_repro.analysis.report.sections.curves import PageLine, curve_sections, informative, main_chart
+from ppo_repro.analysis.report.sections.curve_figures import PageLine, curve_sections, informative, main_chart
 from ppo_repro.analysis.report.sections.held_out import last_responses_section
 from ppo_repro.analysis.report.sections.numbers_and_configuration import numbers_section
 from ppo_repro.base.errors import UserError

@@ -22,9 +22,9 @@ from ppo_repro.analysis.clip_flags import flags_with
 from ppo_repro.records import manifest
 
 TIMEOUT_SECONDS = 10.0
-# one row per response; `mismatch` and `clipped` are max_abs_delta and clipped of `ResponseSummary`, `advantage` the
-# mean over tokens; `correct` is null for a response that is neither right nor wrong. DuckDB takes isnan for false,
-# because the statistics of a Parquet file leave out NaN
+# one row per response; `mismatch` and `clipped` are those columns of `ResponseSummary`, `advantage` is the mean over
+# tokens; `correct` is null for a response that is neither right nor wrong. DuckDB takes isnan for false, because the
+# statistics of a Parquet file leave out NaN
 RESPONSES = """select s.iteration, s.sequence, s.prompt_key, s.sample_index, s.prompt, s.response, s.answer,
        s.scores as score, case when {judged} and (s.is_correct or s.answer <> '') then s.is_correct end as correct,
        s.response_length as length, s.finish_reason as finish,

@@ -80,7 +80,7 @@ def test_tokens_by_pointer(browser: Any, pages: dict[str, Path]) -> None:
     assert one(browser, "#tv-column").get_attribute("value") == "delta"
     assert find(browser, "#tv-tokens [class*='token p'], #tv-tokens [class*='token n']"), "some token has a colour"
     data = embedded(pages["native"].read_text())
-    shown = max(data["responses"], key=lambda r: r["max_abs_delta"])
+    shown = max(data["responses"], key=lambda r: r["mismatch"])
     assert f"iteration {shown['iteration']}, sequence {shown['sequence']};" in one(browser, "#tv-about").text
     tokens = find(browser, "#tv-tokens [role=option]")
     assert len(tokens) == len(shown["ids"])

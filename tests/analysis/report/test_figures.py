@@ -19,7 +19,7 @@ from ppo_repro.analysis.report.data.page_numbers import delta_counts, ratio_quan
 from ppo_repro.analysis.report.data.run_curves import Curve, curves_of, summary_tables
 from ppo_repro.analysis.report.data.run_facts import read_facts
 from ppo_repro.analysis.report.data.token_view import read_token_view
-from ppo_repro.analysis.report.sections import curves
+from ppo_repro.analysis.report.sections import curve_figures
 from ppo_repro.analysis.report.sections.ratios_and_clipping import (
     extreme_ratios,
     extremes_figure,
@@ -52,7 +52,7 @@ def curve(values: list[float]) -> Curve:
 def test_intervals_over_seeds_by_hand() -> None:
     def mean(values: list[float], score: tuple[float, float]) -> list[float]:
         seeds = [{"score_mean": curve([value])} for value in values]
-        return curves.over_seeds(seeds, metrics.LEARNING, score)["score_mean"].table.iloc[0].tolist()
+        return curve_figures.over_seeds(seeds, metrics.LEARNING, score)["score_mean"].table.iloc[0].tolist()
 
     few = mean([1.0, 3.0, math.nan], (0.0, 9.0))
     assert few == [0, 2.0, 1.0, 3.0, 2], "below five seeds the smallest and the largest"
@@ -68,11 +68,11 @@ def test_intervals_over_seeds_by_hand() -> None:
 def test_a_setting_has_one_colour_on_every_panel_also_where_another_has_no_curve() -> None:
     both = {"score_mean": curve([0.5, 0.5]), "entropy": curve([0.5, 0.5])}
     drawn = [
-        curves.PageLine("first", {"score_mean": both["score_mean"]}),
-        curves.PageLine("second", both, (both, both)),
+        curve_figures.PageLine("first", {"score_mean": both["score_mean"]}),
+        curve_figures.PageLine("second", both, (both, both)),
     ]
     wanted = [metric for metric in metrics.LEARNING if metric.key in ("score_mean", "entropy")]
-    score, entropy = (figure.chart for figure in curves.metric_figures(wanted, drawn))
+    score, entropy = (figure.chart for figure in curve_figures.metric_figures(wanted, drawn))
     assert 'class="line stroke0"' in score
     assert 'class="line stroke1"' in score
     assert 'class="line stroke1"' in entropy
@@ -88,11 +88,11 @@ def test_a_setting_has_one_colour_on_every_panel_also_where_another_has_no_curve
 
 def test_lines_that_hide_each_other_are_named_below_their_chart() -> None:
     values = {"a": [0.5, 0.6], "b": [0.5, 0.7], "c": [0.5, 0.6]}
-    drawn = [curves.PageLine(name, {"score_mean": curve(of)}) for name, of in values.items()]
+    drawn = [curve_figures.PageLine(name, {"score_mean": curve(of)}) for name, of in values.items()]
     wanted = [metric for metric in metrics.LEARNING if metric.key == "score_mean"]
-    (figure,) = curves.metric_figures(wanted, drawn)
+    (figure,) = curve_figures.metric_figures(wanted, drawn)
     assert figure.caption.endswith("the same line: `a` and `c`.")
-    (figure,) = curves.metric_figures(wanted, drawn[:2])
+    (figure,) = curve_figures.metric_figures(wanted, drawn[:2])
     assert "the same line" not in figure.caption
 
 
@@ -106,8 +106,8 @@ def test_a_coefficient_has_a_figure_if_it_changes_over_a_run(deterministic_run: 
 
     def has_figure(*runs: list[float]) -> bool:
         tables = [iterations.assign(**{column: values}) for values in runs]
-        lines = [curves.PageLine("", curves_of(facts, {}, t, steps)) for t in tables]
-        return title in {figure.title for figure in curves.metric_figures(metrics.OPTIMISATION, lines)}
+        lines = [curve_figures.PageLine("", curves_of(facts, {}, t, steps)) for t in tables]
+        return title in {figure.title for figure in curve_figures.metric_figures(metrics.OPTIMISATION, lines)}
 
     assert has_figure([0.2, 0.2, 0.4])
     assert has_figure([0.2, 0.2, 0.2], [0.2, 0.2, 0.4])

@@ -22,10 +22,10 @@ from ppo_repro.analysis.html.page import Card, page
 from ppo_repro.analysis.report import build
 from ppo_repro.analysis.report.data.folder_runs import Final
 from ppo_repro.analysis.report.data.grid_differences import Limits, axis_effects, setting_differences
+from ppo_repro.analysis.report.data.mismatch_cause import read_mismatch
 from ppo_repro.analysis.report.data.page_numbers import read_page_numbers
 from ppo_repro.analysis.report.data.run_curves import summary_tables
 from ppo_repro.analysis.report.data.run_facts import Facts, read_facts
-from ppo_repro.analysis.report.data.run_mismatch import read_mismatch
 from ppo_repro.analysis.report.sections.grid_answer import answer_statements, differences_card, effects_card
 from ppo_repro.analysis.report.sections.held_out import samples_section
 from ppo_repro.analysis.report.sections.verdicts import learning, on_policy, troubles

@@ -218,14 +218,14 @@ def test_a_response_has_the_same_numbers_as_on_the_page_of_its_run(
     of_page = read_page_numbers(facts, *summary_tables(facts)).responses
     with served(facts.run_dir) as server:
         of_view = server.index.responses.frame(
-            "select iteration, sequence, length as tokens, score, mismatch as max_abs_delta, clipped from responses "
+            "select iteration, sequence, length as tokens, score, mismatch, clipped from responses "
             "order by iteration, sequence"
         )
         first = api(server, "responses", sort="mismatch")["rows"][0]
     pd.testing.assert_frame_equal(of_view, of_page, check_dtype=False, check_exact=True)
-    assert np.isinf(of_view["max_abs_delta"]).sum() == (len(facts.iterations) if broken else 0)
+    assert np.isinf(of_view["mismatch"]).sum() == (len(facts.iterations) if broken else 0)
     assert (first["mismatch"] == "inf") == broken
-    assert np.isinf(choose_responses(of_page, 1)[0].max_abs_delta) == broken
+    assert np.isinf(choose_responses(of_page, 1)[0].mismatch) == broken
 
 
 def test_the_tokenizer_of_a_run_is_loaded_once_until_its_file_changes(

@@ -23,7 +23,7 @@ class ChosenResponse(NamedTuple):
 
     iteration: int
     sequence: int
-    max_abs_delta: float  # nats
+    mismatch: float  # nats
     clipped: int  # token updates
     why: tuple[str, ...]  # keys of REASONS
 
@@ -37,7 +37,7 @@ def choose_responses(summary: pd.DataFrame, count: int) -> list[ChosenResponse]:
     latest = rows.sort_values(["iteration", "sequence"], ascending=[False, True], kind="stable")
     first, last = rows["iteration"].min(), rows["iteration"].max()
     ranked = {
-        "mismatch": rows[rows["max_abs_delta"] > 0].sort_values("max_abs_delta", ascending=False, kind="stable"),
+        "mismatch": rows[rows["mismatch"] > 0].sort_values("mismatch", ascending=False, kind="stable"),
         "clipped": rows[rows["clipped"] > 0].sort_values("clipped", ascending=False, kind="stable"),
         "best": latest.sort_values("score", ascending=False, kind="stable"),
         "worst": latest.sort_values("score", kind="stable"),
@@ -57,7 +57,7 @@ def choose_responses(summary: pd.DataFrame, count: int) -> list[ChosenResponse]:
         reasons.setdefault(index, []).append(reason)
     chosen = rows.iloc[sorted(reasons)].to_dict("records")
     return [
-        ChosenResponse(row["iteration"], row["sequence"], row["max_abs_delta"], row["clipped"], tuple(reasons[index]))
+        ChosenResponse(row["iteration"], row["sequence"], row["mismatch"], row["clipped"], tuple(reasons[index]))
         for index, row in zip(sorted(reasons), chosen, strict=True)
     ]
 

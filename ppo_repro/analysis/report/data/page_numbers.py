@@ -73,7 +73,7 @@ class ResponseSummary(NamedTuple):
     sequence: int
     tokens: int
     score: float
-    max_abs_delta: float  # nats; infinite if a difference is NaN, so that a reader finds the response first
+    mismatch: float  # max |old - rollout log-prob| in nats; infinite if one is NaN, so a reader finds the response
     clipped: int  # token updates
 
 
@@ -181,4 +181,4 @@ def _response_summary(
     clipped = recorded_clipped(updates["clip_flag"])
     by_response = np.bincount(updates["sequence"].to_numpy(np.int64)[clipped], minlength=len(sequences))
     named = sequences.rename(columns={"response_length": "tokens", "scores": "score"})
-    return named.assign(iteration=iteration, max_abs_delta=largest, clipped=by_response)[[*ResponseSummary._fields]]
+    return named.assign(iteration=iteration, mismatch=largest, clipped=by_response)[[*ResponseSummary._fields]]

@@ -36,7 +36,7 @@ class ShownResponse(TypedDict):
     answer: str
     score: Cell
     finish: str
-    max_abs_delta: Cell  # nats
+    mismatch: Cell  # nats
     clipped: int  # token updates
     ids: list[int]
     texts: list[str]
@@ -174,7 +174,7 @@ def _shown(chosen: ChosenResponse, texts: Mapping[Hashable, Any], tokens: pd.Dat
         answer=str(texts["answer"]),
         score=_number(float(texts["scores"])),
         finish=str(texts["finish_reason"]),
-        max_abs_delta=_number(chosen.max_abs_delta),
+        mismatch=_number(chosen.mismatch),
         clipped=chosen.clipped,
         ids=tokens["token_id"].tolist(),
         texts=[text[start:end] for start, end in spans],

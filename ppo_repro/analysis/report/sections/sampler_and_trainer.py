@@ -14,8 +14,8 @@ import pandas as pd
 from ppo_repro.analysis.html.charts import Axis, Line, axis_for, bar_chart, line_chart
 from ppo_repro.analysis.html.markup import number
 from ppo_repro.analysis.html.page import Figure, Section, Statement
+from ppo_repro.analysis.report.data.mismatch_cause import RunMismatch
 from ppo_repro.analysis.report.data.page_numbers import DELTA_EDGES, Counts
-from ppo_repro.analysis.report.data.run_mismatch import RunMismatch
 from ppo_repro.records.logprob_pairs import LAG, ROUTE, ROUTES, TURN
 
 

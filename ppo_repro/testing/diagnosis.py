@@ -24,7 +24,6 @@ from ppo_repro.testing.dump_formats import Names
 from ppo_repro.testing.evidence import (
     GroupColumn,
     GroupSums,
-    OptionalColumn,
     PatternSums,
     added_patterns,
     ordered_pairs,
@@ -181,7 +180,7 @@ def _evidence(sums: PatternSums, metrics: Mapping[tuple[str, str], float]) -> Ev
         pearson_logp=covariance / math.sqrt(spread) if spread > 0 else math.nan,
         temperature_ratio=1 / (1 - slope) if slope < 1 else math.nan,
         left_by_temperature=left_by_temperature,
-        left_by_kept_mass=_ratio(sums.mass_sq, sums.delta_sq) if "log_kept_mass" in sums.columns else math.nan,
+        left_by_kept_mass=_ratio(sums.mass_sq, sums.delta_sq),
         left_without_zeros=_ratio(sums.delta_sq - sums.zeros_sq, sums.delta_sq),
         left_by_shift=_ratio(shift, sums.delta_sq / n),
         left_by_sorting=_ratio(sums.sorted_sq, sums.delta_sq),
@@ -198,7 +197,7 @@ def _temperature(sums: PatternSums) -> tuple[float, float]:
     x = b + H, k = H + log sum p^2. The fit is the parabola for log sum_v p_v^s that is 0 with slope -H at s = 1 and
     log sum p^2 at s = 2. NaN without the entropies.
     """
-    if "entropies" not in sums.columns or not sums.delta_sq:
+    if math.isnan(sums.k_sq) or not sums.delta_sq:
         return math.nan, math.nan
     terms = np.array([sums.delta_sq, -2 * sums.delta_x, sums.x_sq - 2 * sums.delta_k, 2 * sums.x_k, sums.k_sq])
     residual = np.polynomial.Polynomial(terms)
@@ -239,11 +238,6 @@ class Row:
     needs: str = ""
 
 
-def _has(column: OptionalColumn) -> Callable[[PatternSums], bool]:
-    """Return the function that says whether all tokens have a column."""
-    return lambda sums: column in sums.columns
-
-
 def _has_second_pass(sums: PatternSums) -> bool:
     return sums.again > 0
 
@@ -252,11 +246,11 @@ def _in_one_group(cause: CauseName, column: GroupColumn, needs: str) -> Row:
     """Return the row of a cause in the sequences where `column` is above 0; if all have it, nothing tests the cause."""
 
     def fits(sums: PatternSums, evidence: Evidence) -> bool:
-        clean, dirty = sums.groups(column)
-        return _ten_times(clean, dirty) or _only_one_group(clean, dirty)
+        groups = sums.groups(column)
+        return is_tested(sums) and (_ten_times(*groups) or _only_one_group(*groups))
 
     def is_tested(sums: PatternSums) -> bool:
-        return column in sums.columns and sums.groups(column)[0].sequences > 0
+        return sums.groups(column)[0].sequences > 0
 
     return Row(cause, fits, is_tested, needs)
 
@@ -266,7 +260,7 @@ def _fits_zeros(sums: PatternSums, evidence: Evidence) -> bool:
 
 
 def _tells_zeros(sums: PatternSums) -> bool:
-    return "log_kept_mass" in sums.columns or sums.zeros < sums.tokens  # greedy sampling has log-probs of 0 too
+    return not math.isnan(sums.mass_sq) or sums.zeros < sums.tokens  # greedy sampling has log-probs of 0 too
 
 
 def _fits_shuffled(sums: PatternSums, evidence: Evidence) -> bool:
@@ -286,7 +280,7 @@ def _fits_format(sums: PatternSums, evidence: Evidence) -> bool:
 
 def _fits_tokens(sums: PatternSums, evidence: Evidence) -> bool:
     # old weights may favour some tokens everywhere too
-    is_fresh = "steps_since_sync" in sums.columns and not sums.groups("steps_since_sync")[1].sequences
+    is_fresh = sums.groups("steps_since_sync")[1].sequences == 0
     return is_fresh and sums.repeated >= ENOUGH_TOKENS and evidence.left_by_token <= LEFT_BY_TOKEN
 
 
@@ -296,7 +290,7 @@ ROWS = (
     Row(
         "truncated_sampling",
         lambda sums, evidence: evidence.left_by_kept_mass <= LEFT,
-        _has("log_kept_mass"),
+        lambda sums: not math.isnan(sums.mass_sq),
         "log_kept_mass",
     ),
     Row("zero_filled", _fits_zeros, _tells_zeros, "log_kept_mass"),
@@ -305,14 +299,19 @@ ROWS = (
     Row(
         "temperature",
         lambda sums, evidence: evidence.left_by_temperature <= LEFT_BY_TEMPERATURE,
-        _has("entropies"),
+        lambda sums: not math.isnan(sums.k_sq),
         "entropies and prob_sq_sums of the trainer",
     ),
     _in_one_group("padding_leak", "pad_length", "pad_length of each row, some of them 0"),
     Row("dropout", _fits_dropout, _has_second_pass, "logprobs_b_again, a second pass of the trainer"),
     _in_one_group("stale_weights", "steps_since_sync", "steps_since_sync, some of them 0"),
     Row("reduced_precision", _fits_format),
-    Row("token_bias", _fits_tokens, _has("steps_since_sync"), "steps_since_sync, 0 everywhere"),
+    Row(
+        "token_bias",
+        _fits_tokens,
+        lambda sums: not math.isnan(sums.groups("steps_since_sync")[1].sequences),
+        "steps_since_sync, 0 everywhere",
+    ),
 )
 
 

@@ -6,8 +6,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass, field, fields, replace
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass, field, fields
 from typing import Any, Literal, TypeVar, get_args
 
 import numpy as np
@@ -23,7 +24,6 @@ from ppo_repro.testing.dumps import ABOVE_0
 # optional columns, each of which parts the sequences in two groups: 0 at all tokens, and above 0 at some token
 GroupColumn = Literal["pad_length", "steps_since_sync", "id_differs", "prompt_differs"]
 GROUP_COLUMNS: tuple[GroupColumn, ...] = get_args(GroupColumn)
-OptionalColumn = GroupColumn | Literal["entropies", "log_kept_mass"]
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,9 @@ class GroupSums:
     equal: float = 0.0  # the number whose log-probs all agree
     means: float = 0.0  # of their mean |delta|, nats
     means_sq: float = 0.0
+
+
+UNKNOWN = GroupSums(math.nan, math.nan, math.nan, math.nan)  # a response lacks the column
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,7 @@ Record = TypeVar("Record", GroupSums, Formats)
 
 @dataclass(frozen=True)
 class PatternSums:
-    """Sums over the tokens with two finite log-probs; a sum that was not measured is 0."""
+    """Sums over the tokens with two finite log-probs; NaN, of an optional column, if a token lacks it."""
 
     tokens: float = 0.0
     above_0: float = 0.0  # tokens with a log-prob above 0
@@ -81,7 +84,6 @@ class PatternSums:
     again_delta_sq: float = 0.0  # delta^2 of these tokens
     formats_a: Formats = Formats()
     formats_b: Formats = Formats()
-    columns: frozenset[OptionalColumn] = frozenset()  # that all tokens have
     by_column: Mapping[GroupColumn, tuple[GroupSums, GroupSums]] = field(default_factory=dict)
 
     def groups(self, column: GroupColumn) -> tuple[GroupSums, GroupSums]:
@@ -98,27 +100,25 @@ def pattern_sums(tokens: pd.DataFrame) -> PatternSums:
     a32, b32 = tokens["logprobs_a"].to_numpy(), tokens["logprobs_b"].to_numpy()
     a, b, delta = a32.astype(np.float64), b32.astype(np.float64), tokens["delta"].to_numpy()
     owner = np.unique(tokens["sequence"].to_numpy(), return_inverse=True)[1]
-    parts = (
+    parts = [  # each has sums of its own, and 0 for the other sums
         _moments(a, b, delta),
         _positions(tokens, a, b, delta, owner),
         _by_token(tokens["token_id"].to_numpy(), b, delta),
-        *_optional(tokens, b, delta),
-        *_groups(tokens, delta, owner),
+        _optional(tokens, b, delta),
+        _groups(tokens, delta, owner),
         PatternSums(formats_a=_formats(a32), formats_b=_formats(b32)),
-    )
-    # the parts are of the same tokens, so each adds its columns
-    return replace(added_patterns(parts), columns=frozenset().union(*(part.columns for part in parts)))
+    ]
+    return added_patterns(parts)
 
 
 def added_patterns(parts: Sequence[PatternSums]) -> PatternSums:
-    """Add the sums of several iterations; an optional column that one iteration lacks counts as missing."""
+    """Add sums; an optional column that one iteration lacks makes its sums NaN."""
     counted = [f.name for f in fields(PatternSums) if isinstance(f.default, float)]
     groups = {column: zip(*(part.groups(column) for part in parts), strict=True) for column in GROUP_COLUMNS}
     return PatternSums(
         **{name: float(sum(getattr(part, name) for part in parts)) for name in counted},
         formats_a=_by_field([part.formats_a for part in parts]),
         formats_b=_by_field([part.formats_b for part in parts]),
-        columns=frozenset.intersection(*(part.columns for part in parts)),
         by_column={column: (_by_field(clean), _by_field(dirty)) for column, (clean, dirty) in groups.items()},
     )
 
@@ -199,47 +199,46 @@ def _by_token(token_id: npt.NDArray[Any], b: Floats, delta: Floats) -> PatternSu
     )
 
 
-def _optional(tokens: pd.DataFrame, b: Floats, delta: Floats) -> Iterator[PatternSums]:
-    """Yield the sums of each optional column that all tokens have, and of those with a second pass."""
+def _optional(tokens: pd.DataFrame, b: Floats, delta: Floats) -> PatternSums:
+    """Return the sums of the optional columns, and of the tokens with a second pass.
+
+    delta_sq is of all tokens, so the sums of a column must be of all tokens too: one NaN makes them NaN.
+    """
 
     def numbers(name: str) -> Floats:
         """Return a column of the frame; NaN if the frame, or a response of a file, lacks it."""
-        return tokens[name].to_numpy().astype(np.float64) if name in tokens else np.full(len(tokens), np.nan)
+        values = tokens[name].to_numpy().astype(np.float64) if name in tokens else np.full(len(tokens), np.nan)
+        return np.where(np.isfinite(values), values, np.nan)
 
-    # delta_sq is of all tokens, so the sums of a column must be of all tokens too
-    entropy, squares, mass = numbers("entropies"), numbers("prob_sq_sums"), numbers("log_kept_mass")
-    if (np.isfinite(entropy) & (squares > 0)).all():
-        x, k = b + entropy, entropy + np.log(squares)
-        yield PatternSums(
-            columns=frozenset({"entropies"}),
-            delta_x=_total(delta * x),
-            x_sq=_total(x * x),
-            delta_k=_total(delta * k),
-            x_k=_total(x * k),
-            k_sq=_total(k * k),
-        )
-    if np.isfinite(mass).all():
-        yield PatternSums(columns=frozenset({"log_kept_mass"}), mass_sq=_total((delta - mass) ** 2))
-    again = numbers("logprobs_b_again")
+    entropy, squares, again = numbers("entropies"), numbers("prob_sq_sums"), numbers("logprobs_b_again")
+    x, k = b + entropy, entropy + np.log(np.where(squares > 0, squares, np.nan))
     twice = np.isfinite(again)
-    yield PatternSums(
+    return PatternSums(
+        delta_x=_total(delta * x),
+        x_sq=_total(x * x),
+        delta_k=_total(delta * k),
+        x_k=_total(x * k),
+        k_sq=_total(k * k),
+        mass_sq=_total((delta - numbers("log_kept_mass")) ** 2),
         again=_total(twice),
         again_sq=_total((again - b)[twice] ** 2),
         again_delta_sq=_total(delta[twice] ** 2),
     )
 
 
-def _groups(tokens: pd.DataFrame, delta: Floats, owner: npt.NDArray[np.int64]) -> Iterator[PatternSums]:
-    """Yield the groups of sequences of each GroupColumn that all tokens have."""
+def _groups(tokens: pd.DataFrame, delta: Floats, owner: npt.NDArray[np.int64]) -> PatternSums:
+    """Return the two groups of sequences of each GroupColumn."""
     means = np.bincount(owner, np.abs(delta)) / np.bincount(owner)
-    for column in (name for name in GROUP_COLUMNS if name in tokens):
-        values = tokens[column].to_numpy().astype(np.float64)
-        if np.isnan(values).any():  # a response without it
-            continue
+
+    def groups(column: GroupColumn) -> tuple[GroupSums, GroupSums]:
+        values = tokens[column].to_numpy().astype(np.float64) if column in tokens else np.array([np.nan])
+        if np.isnan(values).any():
+            return UNKNOWN, UNKNOWN
         largest = np.zeros(len(means))
         np.maximum.at(largest, owner, values)
-        groups = _group(means[largest == 0]), _group(means[largest > 0])
-        yield PatternSums(columns=frozenset({column}), by_column={column: groups})
+        return _group(means[largest == 0]), _group(means[largest > 0])
+
+    return PatternSums(by_column={column: groups(column) for column in GROUP_COLUMNS})
 
 
 def _group(means: Floats) -> GroupSums:

@@ -94,7 +94,16 @@ def largest_error(model: PreTrainedModel, side: RecordedSide, some: Sequence[int
 def recorded_sides(
     responses: Sequence[DumpedResponse], references: Mapping[Definition, Reference], sampling: StackSampling
 ) -> list[RecordedSide]:
-    """Return sampler and trainer, each by the definition to judge it by."""
+    """Return sampler and trainer, each by the definition to judge it by. The first row that applies decides:
+
+    | the definition of a side | applies if |
+    |---|---|
+    | the order of cuts that it is right for | each side is right for an order, but no order is right for both sides |
+    | the nearest of the declared kind | the user declared which log-probs the side recorded |
+    | the nearest to all undeclared sides, never `raw` | the user declared nothing about the side |
+
+    Tokens were drawn at the temperature, so `raw` log-probs (temperature 1) are right only if the user declared them.
+    """
     sides = {
         name: {d: RecordedSide(name, responses, sampling, d, reference) for d, reference in references.items()}
         for name in ("sampler", "trainer")
@@ -108,37 +117,8 @@ def recorded_sides(
 ByDefinition = Mapping[Definition, RecordedSide]
 
 
-def _definitions(sides: Mapping[str, ByDefinition], sampling: StackSampling) -> dict[str, Definition]:
-    """Choose the definition of each side's log-probs: of the user's kind, or else the nearest one to both sides.
-
-    Both sides must have the same definition. Tokens were sampled at the temperature, so log-probs at temperature 1 are
-    right only if the user declared them.
-    """
-    asked = {"sampler": sampling.sampler_logprobs, "trainer": sampling.trainer_logprobs}
-    free = [sides[name] for name, said in asked.items() if said == "auto"]
-    found = {}
-    for name, said in asked.items():
-        if said == "auto":
-            found[name] = _nearest((definition for definition in sides[name] if definition != RAW), free)
-        else:
-            found[name] = _nearest((d for d in sides[name] if d.kind == said), [sides[name]])
-    return found
-
-
-def _nearest(definitions: Iterable[Definition], sides: Sequence[ByDefinition]) -> Definition:
-    """Return the definition with the smallest errors of these sides, in logarithms; `tempered` is preferred."""
-    tolerance = limits.RIGHT * max(side.reference.floor for side in sides[0].values())
-
-    def size(definition: Definition) -> float:
-        handicap = limits.UNLIKE_TEMPERED if definition != TEMPERED else 0.0
-        handicap += limits.DROPS_A_TOKEN if sides[0][definition].reference.dropped else 0.0
-        return sum([math.log(side[definition].rms + tolerance) for side in sides], handicap)
-
-    return min(definitions, key=size)
-
-
 def _different_orders(sides: Mapping[str, ByDefinition], sampling: StackSampling) -> dict[str, Definition]:
-    """Return for each side the order of cuts that it is right for; nothing if one order is right for both sides."""
+    """Return for each side the order of cuts that it is right for; {} if both sides share one, or one has none."""
     if {sampling.sampler_logprobs, sampling.trainer_logprobs} - {"auto", "processed"}:
         return {}
     right: dict[str, list[Definition]] = {}
@@ -151,3 +131,28 @@ def _different_orders(sides: Mapping[str, ByDefinition], sampling: StackSampling
     if not all(right.values()) or set(right["sampler"]) & set(right["trainer"]):
         return {}
     return {name: found[0] for name, found in right.items()}
+
+
+def _definitions(sides: Mapping[str, ByDefinition], sampling: StackSampling) -> dict[str, Definition]:
+    """Return the nearest definition of each side: of the declared kind, or shared by the undeclared sides."""
+    asked = {"sampler": sampling.sampler_logprobs, "trainer": sampling.trainer_logprobs}
+    free = [sides[name] for name, said in asked.items() if said == "auto"]
+    found = {}
+    for name, said in asked.items():
+        if said == "auto":
+            found[name] = _nearest((definition for definition in sides[name] if definition != RAW), free)
+        else:
+            found[name] = _nearest((d for d in sides[name] if d.kind == said), [sides[name]])
+    return found
+
+
+def _nearest(definitions: Iterable[Definition], sides: Sequence[ByDefinition]) -> Definition:
+    """Return the definition with the smallest sum over sides of log(rms + tolerance), plus handicaps."""
+    tolerance = limits.RIGHT * max(side.reference.floor for side in sides[0].values())
+
+    def size(definition: Definition) -> float:
+        handicap = limits.UNLIKE_TEMPERED if definition != TEMPERED else 0.0
+        handicap += limits.DROPS_A_TOKEN if sides[0][definition].reference.dropped else 0.0
+        return sum([math.log(side[definition].rms + tolerance) for side in sides], handicap)
+
+    return min(definitions, key=size)

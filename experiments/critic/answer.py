@@ -8,7 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from experiments.answers import LAST, outcome, settings_study
+from experiments.answers import outcome, settings_study
+from ppo_repro.analysis.grid_outcomes import LAST_FEW
 from ppo_repro.records import reader
 
 
@@ -21,7 +22,7 @@ def measures(run_dir: Path) -> dict[str, float]:
     """
     count = len(reader.read_iterations(run_dir))
     names = ["iteration", "sequence", "position", "values", "rewards"]
-    tokens = reader.read_tokens(run_dir, iterations=range(max(0, count - LAST), count), columns=names)
+    tokens = reader.read_tokens(run_dir, iterations=range(max(0, count - LAST_FEW), count), columns=names)
     rewards = tokens["rewards"].astype(np.float64)
     response = [tokens["iteration"], tokens["sequence"]]
     to_go = rewards[::-1].groupby([key[::-1] for key in response]).cumsum()[::-1]

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from experiments.answers import LAST, outcome, settings_study
+from experiments.answers import outcome, settings_study
+from ppo_repro.analysis.grid_outcomes import LAST_FEW
 from ppo_repro.records import reader
 
 AT_THE_END = "explained_variance_at_the_end"  # that of a grid is at the beginning
@@ -15,7 +16,7 @@ AT_THE_END = "explained_variance_at_the_end"  # that of a grid is at the beginni
 def measures(run_dir: Path) -> dict[str, float]:
     """Return the outcome, and the explained variance of the last iterations."""
     explained = reader.read_iterations(run_dir, columns=["explained_variance"])["explained_variance"]
-    return outcome(run_dir) | {AT_THE_END: float(explained.tail(LAST).mean())}
+    return outcome(run_dir) | {AT_THE_END: float(explained.tail(LAST_FEW).mean())}
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ def quickstart_figure(runs: Sequence[Path]) -> Axes:
     deterministic = [run for run in runs if load_recorded_config(run).numerics.mode == "deterministic"]
     if not deterministic:
         raise UserError("no run is deterministic, so there is no accuracy to draw; give runs of both numerics modes")
-    seeds = f"deterministic, {len(deterministic)} seeds"
+    seeds = f"deterministic, {len(deterministic)} runs"
     left, right = figures.new_axes(9.5, 3.6, 2)
     figures.band(pd.concat(map(accuracies, deterministic)), "eval_accuracy", left, seeds)
     left.set(title="Learning: mean and range", xlabel="iteration", ylabel="greedy accuracy, held out")

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 
 import pandas as pd
 
-from experiments.answers import LAST, outcome, settings_study
+from experiments.answers import outcome, settings_study
 from ppo_repro.analysis import figures
+from ppo_repro.analysis.grid_outcomes import LAST_FEW
 from ppo_repro.records import reader
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ def measures(run_dir: Path) -> dict[str, float]:
     accuracy = held_out.groupby("iteration")["is_correct"].mean()
     found = outcome(run_dir)
     found["change"] = found["eval_accuracy"] - found["start"]
-    found["score_gain"] = float(rows["score_mean"].tail(LAST).mean() - rows["score_mean"].head(LAST).mean())
+    found["score_gain"] = float(rows["score_mean"].tail(LAST_FEW).mean() - rows["score_mean"].head(LAST_FEW).mean())
     found["best"], found["best_at"] = float(accuracy.max()), float(accuracy.idxmax())
     for iteration, value in accuracy.items():  # the last evaluation comes after the last rollout
         found[f"accuracy_{iteration:02d}"] = float(value)

@@ -99,7 +99,7 @@ def remedy_table(pairs: Iterable[pd.DataFrame], remedies: Sequence[Remedy] = PUB
         tokens_weightless: share of tokens whose weight is 0
         responses_changed: share of responses with a changed token
         responses_weightless: share of responses in which every weight is 0
-        weight_mean: mean weight w
+        weight_mean: mean weight w, whose logarithm the trainer bounds to [-87, 88]
         ess_frac: effective sample size per token, (sum w)^2 / (n sum w^2)
         k3: KL(a || b), nats, token mean
         k3_kept: k3 over tokens whose weight is not 0

@@ -1,7 +1,8 @@
-"""Every configuration and every grid of the experiments can be loaded; a configuration is written and reads back."""
+"""Every configuration, grid and program of the experiments can be loaded; a configuration is written and reads back."""
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from ppo_repro.grids.spec import load_grid
 from tests.support.paths import ROOT
 
 FILES = sorted(path for path in (ROOT / "experiments").rglob("*.yaml"))
+STUDIES = sorted(path.parent.name for path in (ROOT / "experiments").glob("*/answer.py"))
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(ROOT).as_posix())
@@ -26,3 +28,8 @@ def test_a_file_loads(path: Path) -> None:
     else:
         config = load_config(path)
         assert build_config(parse_yaml(dump_yaml(config)), "file") == config
+
+
+@pytest.mark.parametrize("study", STUDIES)
+def test_the_program_of_a_study_loads(study: str) -> None:
+    importlib.import_module(f"experiments.{study}.answer")

@@ -16,7 +16,7 @@ def test_accuracy_is_of_deterministic_runs_and_unequal_log_probs_of_all(
 ) -> None:
     left, right = quickstart_figure([deterministic_run, native_run]).figure.axes
     (line,), recorded = left.get_lines(), reader.open_manifest(deterministic_run)
-    assert line.get_label() == "deterministic, 1 seeds"
+    assert line.get_label() == "deterministic, 1 runs"
     assert line.get_ydata()[-1] == recorded.final["eval_accuracy"]
     assert len(accuracies(deterministic_run)) == recorded.num_iterations + 1
     assert [label.split(":")[0] for label in right.get_legend_handles_labels()[1]] == ["deterministic", "native"]

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Literal
 
 import duckdb
 import pandas as pd
@@ -26,9 +26,9 @@ TIMEOUT_SECONDS = 10.0
 # tokens; `correct` is null for a response that is neither right nor wrong. DuckDB takes isnan for false, because the
 # statistics of a Parquet file leave out NaN
 RESPONSES = """select s.iteration, s.sequence, s.prompt_key, s.sample_index, s.prompt, s.response, s.answer,
-       s.scores as score, case when {judged} and (s.is_correct or s.answer <> '') then s.is_correct end as correct,
+       s.scores as score, case when {judged} then s.is_correct end as correct,
        s.response_length as length, s.finish_reason as finish,
-       t.mismatch, t.advantage, coalesce(u.clipped, 0) as clipped
+       coalesce(t.mismatch, 0) as mismatch, t.advantage, coalesce(u.clipped, 0) as clipped
 from {sequences} as s
 left join (select iteration, sequence, avg(advantages) as advantage,
                   max(if(isfinite(delta), abs(delta), 'infinity'::double)) as mismatch
@@ -36,6 +36,9 @@ left join (select iteration, sequence, avg(advantages) as advantage,
            group by iteration, sequence) as t using (iteration, sequence)
 left join (select iteration, sequence, count(*) filter (where clip_flag in ({removed})) as clipped
            from {updates} group by iteration, sequence) as u using (iteration, sequence)"""
+# which responses of a run are right or wrong
+Judged = Literal["none", "those with an answer", "all"]
+JUDGED: Mapping[Judged, str] = {"none": "false", "those with an answer": "s.answer <> ''", "all": "true"}
 CREATE = """create table responses (
     run integer, iteration integer, sequence integer, prompt_key varchar, sample_index integer, prompt varchar,
     response varchar, answer varchar, score double, correct boolean, length integer, finish varchar, mismatch double,
@@ -66,19 +69,19 @@ def pattern(path: Path) -> str:
     return re.sub(r"([*?\[])", r"[\1]", str(path))
 
 
-def responses_in(tables: Mapping[str, str], is_judged: bool) -> str:
+def responses_in(tables: Mapping[str, str], judged: Judged) -> str:
     """Return the SQL that reads the responses from the SQL of the tables sequences, tokens and updates."""
     removed = ", ".join(map(literal, flags_with("removed")))
-    return RESPONSES.format(**tables, judged=str(is_judged).lower(), removed=removed)
+    return RESPONSES.format(**tables, judged=JUDGED[judged], removed=removed)
 
 
-def responses_of(run_dir: Path, iterations: Sequence[int], is_judged: bool) -> str:
-    """Return the SQL that reads the responses of the given iterations; `is_judged` says if they are right or wrong."""
+def responses_of(run_dir: Path, iterations: Sequence[int], judged: Judged) -> str:
+    """Return the SQL that reads the responses of the given iterations."""
     tables = {
         name: source([pattern(manifest.table_path(run_dir, name, iteration)) for iteration in iterations])
         for name in ("sequences", "tokens", "updates")
     }
-    return responses_in(tables, is_judged)
+    return responses_in(tables, judged)
 
 
 class Responses:
@@ -90,9 +93,9 @@ class Responses:
         self._database.execute(CREATE)
         self._cursors = set[Any]()  # each is a connection of its own: `interrupt` must reach all
 
-    def insert(self, run: int, run_dir: Path, iterations: Sequence[int], is_judged: bool) -> None:
+    def insert(self, run: int, run_dir: Path, iterations: Sequence[int], judged: Judged) -> None:
         """Add the responses of the given iterations of a run. Raises duckdb.Error if a file cannot be read."""
-        rows = responses_of(run_dir, iterations, is_judged)
+        rows = responses_of(run_dir, iterations, judged)
         self._database.execute(f"insert into responses select ?, * from ({rows})", [run])
 
     def remove(self, run: int) -> None:

@@ -10,10 +10,11 @@ from pathlib import Path
 import duckdb
 
 from ppo_repro.analysis.tokenization.recorded_tokenizer import RecordedTokenizer
-from ppo_repro.analysis.view.database import Responses
+from ppo_repro.analysis.view.database import Judged, Responses
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.files import MANIFEST, folders_with
 from ppo_repro.base.output import one_line, say
+from ppo_repro.config.tasks import RewardConfig, Verifier
 from ppo_repro.records import manifest
 from ppo_repro.records.changes import Setup, setup_of
 from ppo_repro.records.folder import ENVIRONMENT_NAME, load_recorded_config
@@ -38,19 +39,26 @@ class IndexedRun:
     state: str
     label: Label
     setup: Setup
-    is_judged: bool  # whether responses are right or wrong
+    judged: Judged
     read: int = 0
     is_gone: bool = False  # its folder was removed
     damaged: dict[int, str] = field(default_factory=dict)  # by iteration
     tokenizer: tuple[int, RecordedTokenizer] | None = None  # after the first prompt; with the time of its file
 
 
-def _setup(folder: Path, head: Head) -> tuple[Setup, bool]:
-    """Return the setup of a run, and whether its reward judges responses right or wrong.
+def judged_by(reward: RewardConfig) -> Judged:
+    """Return which responses the terms of a reward judge right or wrong."""
+    if not reward.judges:
+        return "none"
+    return "all" if any(isinstance(term, Verifier) for term in reward.terms) else "those with an answer"
+
+
+def _setup(folder: Path, head: Head) -> tuple[Setup, Judged]:
+    """Return the setup of a run, and which of its responses are right or wrong.
 
     Raises UserError if config.yaml is damaged.
     """
-    return setup_of(folder, head), load_recorded_config(folder).reward.judges
+    return setup_of(folder, head), judged_by(load_recorded_config(folder).reward)
 
 
 def _writers(head: Head) -> list[str | None]:
@@ -117,7 +125,7 @@ class Index:
                 return None
             run = known or self._added(folder, head)
             if _writers(head) != _writers(run.head) or head.num_iterations < run.read:
-                run.setup, run.is_judged = _setup(folder, head)  # another run or process has the folder now
+                run.setup, run.judged = _setup(folder, head)  # another run or process has the folder now
                 self._clear(run)
         except UserError:  # just being made, or damaged: `ppo-repro verify` says which
             return None
@@ -166,13 +174,13 @@ class Index:
         while run.read < run.head.num_iterations and not self._ended.is_set():
             batch = range(run.read, min(run.read + BATCH, run.head.num_iterations))
             try:
-                self.responses.insert(run.number, run.folder, batch, run.is_judged)
+                self.responses.insert(run.number, run.folder, batch, run.judged)
             except duckdb.Error:
                 for iteration in batch:  # find the iterations that cannot be read
                     if self._ended.is_set():
                         return
                     try:
-                        self.responses.insert(run.number, run.folder, [iteration], run.is_judged)
+                        self.responses.insert(run.number, run.folder, [iteration], run.judged)
                     except duckdb.Error as error:
                         line = f"{run.name}: iteration {iteration}: {str(error).splitlines()[0]}"
                         run.damaged = run.damaged | {iteration: line}  # the server's threads may read the old one

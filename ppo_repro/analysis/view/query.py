@@ -139,7 +139,7 @@ def snippet(query: Query, runs: Sequence[IndexedRun]) -> str:
     parts = []
     for run in chosen:
         files = {name: source(_files(run, name)) for name in ("sequences", "tokens", "updates")}
-        table = responses_in(files, run.is_judged)
+        table = responses_in(files, run.judged)
         names = f"{run.number} as run, {literal(run.name)} as name"
         parts.append(f"select {names}, * from (\n{table}\n) where iteration < {run.read}")
     table = "\nunion all\n".join(parts)

@@ -75,7 +75,7 @@ def _state(index: Index, asked: Asked) -> Answer:
     runs = [
         {
             "number": run.number, "folder": run.name, "state": run.state, "iterations": run.head.num_iterations,
-            "read": run.read, "judged": run.is_judged, "short": setting.short, "whole": setting.whole,
+            "read": run.read, "judged": run.judged != "none", "short": setting.short, "whole": setting.whole,
             **run.label.model_dump(),
         }
         for run, setting in index.settings()

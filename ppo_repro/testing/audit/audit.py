@@ -37,6 +37,7 @@ from ppo_repro.testing.audit.sides import RecordedSide, recorded_sides
 from ppo_repro.testing.audit.stack import StackModel, StackSampling, positions, vocabulary
 from ppo_repro.testing.dumps import DumpedResponse
 
+OTHER_ORDER = "another order of cuts"  # a cause of draws
 TOKENS = ("row", "turn", "position", "token_id", "reference", "trainer_reference", "sampler", "trainer")
 
 
@@ -104,7 +105,7 @@ def _causes_of_draws(
     say("audit: tokens were not drawn from the log-probs; the audit looks for the cause")
     likeliest = drawn_from(tallies)
     if not tallies[likeliest].is_wrong():
-        return f"another order of cuts: {likeliest.words_beside_others}"
+        return f"{OTHER_ORDER}: {likeliest.words_beside_others}"
     if not tallies[definition].draws().tokens:
         return ""  # no drawn token is possible at all
     causes = DrawCauses(tallies[definition], sampling.temperature)

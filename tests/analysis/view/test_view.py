@@ -29,11 +29,13 @@ from ppo_repro.analysis.report.data.run_facts import read_facts
 from ppo_repro.analysis.tokenization.recorded_tokenizer import RecordedTokenizer, load_tokenizer
 from ppo_repro.analysis.view import database, one_response
 from ppo_repro.analysis.view import index as index_module
-from ppo_repro.analysis.view.database import Responses
+from ppo_repro.analysis.view.database import Judged, Responses, responses_in, source
+from ppo_repro.analysis.view.index import judged_by
 from ppo_repro.analysis.view.query import parsed, snippet
 from ppo_repro.analysis.view.server import Server, rows_as_csv
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.files import MANIFEST
+from ppo_repro.config.tasks import RewardConfig, Verifier
 from ppo_repro.records import manifest, reader
 from tests.analysis.report.hostile_run import make_hostile_run
 from tests.support.cli import Cli
@@ -274,6 +276,23 @@ def test_a_response_that_is_neither_right_nor_wrong_is_found_as_neither(native_r
             assert {row["run"] for row in right["rows"] + wrong["rows"]} == {0}
         unjudged = api(server, "responses", run=1)
         assert {row["correct"] for row in unjudged["rows"]} == {unjudged["correct"]} == {None}
+
+
+def test_a_verifier_judges_responses_to_prompts_without_answers(native_run: Path, tmp_path: Path) -> None:
+    recorded = reader.read_sequences(native_run, iterations=[0])
+    recorded.assign(answer="").to_parquet(tmp_path / "sequences.parquet")
+    tables = {name: source([str(manifest.table_path(native_run, name, 0))]) for name in ("tokens", "updates")}
+    tables["sequences"] = source([str(tmp_path / "sequences.parquet")])
+
+    def correct(judged: Judged) -> list[bool | None]:
+        rows = duckdb.sql(f"select correct from ({responses_in(tables, judged)}) order by sequence").fetchall()
+        return [row[0] for row in rows]
+
+    assert correct("all") == recorded["is_correct"].tolist()
+    assert set(correct("all")) == {True, False}
+    assert set(correct("those with an answer")) == set(correct("none")) == {None}
+    assert judged_by(RewardConfig(terms=(Verifier(kind="verifier"),))) == "all"
+    assert judged_by(RewardConfig()) == "those with an answer"
 
 
 def test_a_snippet_survives_any_path_and_text(hostile: Server) -> None:

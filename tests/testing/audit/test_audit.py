@@ -506,6 +506,7 @@ def test_draws_are_judged_by_the_samplers_order_of_cuts(
     assert found.sampler.state == found.trainer.state == ("right" if sampler == trainer else "of its own order")
     assert any(said.startswith(line) for said in lines(found)), lines(found)
     assert ("tokens were not drawn" in lines(found)[-1]) == (line != "draws: right: ")
+    assert not any("without the cut" in said for said in lines(found))
 
 
 @pytest.mark.slow

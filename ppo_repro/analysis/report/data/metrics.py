@@ -16,8 +16,9 @@ POSITIVE: Range = (0.0, math.inf)
 class Metric:
     """A number of a run that pages name; a metric with a curve also has a unit and the caption of its figure.
 
-    `source` is the recorded table from which `key` is read, or the final results. A metric of `samples` is computed
-    from responses, for its error band. It has the name of its column in `iterations`, if there is one.
+    `source` is the recorded table from which the curve of `key` is read; a number without a curve may be a final
+    result. A metric of `samples` is computed from responses, for its error band. It has the name of its column in
+    `iterations`, if there is one.
     """
 
     key: str  # the recorded column or result, or its name on the page of columns

@@ -238,10 +238,6 @@ class Row:
     needs: str = ""
 
 
-def _has_second_pass(sums: PatternSums) -> bool:
-    return sums.again > 0
-
-
 def _in_one_group(cause: CauseName, column: GroupColumn, needs: str) -> Row:
     """Return the row of a cause in the sequences where `column` is above 0; if all have it, nothing tests the cause."""
 
@@ -303,7 +299,7 @@ ROWS = (
         "entropies and prob_sq_sums of the trainer",
     ),
     _in_one_group("padding_leak", "pad_length", "pad_length of each row, some of them 0"),
-    Row("dropout", _fits_dropout, _has_second_pass, "logprobs_b_again, a second pass of the trainer"),
+    Row("dropout", _fits_dropout, lambda sums: sums.again > 0, "logprobs_b_again, a second pass of the trainer"),
     _in_one_group("stale_weights", "steps_since_sync", "steps_since_sync, some of them 0"),
     Row("reduced_precision", _fits_format),
     Row(

@@ -42,7 +42,7 @@ class JudgedSide:
     | state | the log-probs of the side |
     |---|---|
     | right | are right |
-    | of its own order | are right for one order of cuts, the cause; the other side's are right for another order |
+    | of its own order | are right for one order of cuts, but the other side's for another; the cause names the order |
     | explained | are wrong, or some are missing, and the audit knows why |
     | unknown | are wrong, and the audit does not know why |
     """

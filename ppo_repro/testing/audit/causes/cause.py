@@ -56,7 +56,7 @@ class Rounded:
 
 @dataclass(frozen=True, eq=False)  # two causes are never the same: what one predicts is kept under the cause
 class Cause:
-    """How the audit says a cause, and how it counts the cause. A subclass for each stage has what is computed."""
+    """A cause has words and deviations; the subclass of each stage has what is computed."""
 
     words: str
     name: CauseName  # under which the diagnosis lists it too

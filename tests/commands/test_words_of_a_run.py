@@ -93,7 +93,7 @@ def test_no_accuracy_where_a_function_rewards(kind: str, has_accuracy: bool, cli
         "progress": "accuracy " in err,
         "show": "held-out accuracy" in shown,
         "report": "Held-out accuracy" in page or "Accuracy, sampled" in page or "Accuracy, held out" in page,
-        "view": index.runs[0].is_judged,
+        "view": index.runs[0].judged != "none",
         "Python": "eval_accuracy" in repr(open_run(run_dir)),
     }
     index.close()

@@ -178,7 +178,7 @@ def test_the_line_about_the_responses_has_the_right_share_if_each_of_their_runs_
     for name in "ab":
         shutil.copytree(native_run, tmp_path / name)
     with served(tmp_path) as server:
-        server.index.runs[1].is_judged = False
+        server.index.runs[1].judged = "none"
         for run, is_judged in (("", False), ("0", True), ("1", False)):
             look(browser)
             browser.get(f"{server.address}&run={run}")

@@ -47,7 +47,7 @@ def _float32(frame: pd.DataFrame, column: str) -> Float32:
 
 
 def run_agreement(run_dir: Path | str) -> Agreement:
-    """Count the unequal bits in a complete run's records, one iteration in memory at a time.
+    """Count the unequal bits in the iterations that a complete run computed, one iteration in memory at a time.
 
     Raises UserError on missing or damaged records.
     """
@@ -58,7 +58,7 @@ def run_agreement(run_dir: Path | str) -> Agreement:
         updates = reader.read_updates(run_dir, iterations=[iteration], columns=UPDATES_COMPARED, recorded=recorded)
         return agreement_of(tokens, updates)
 
-    return reduce(add, map(of_one, range(recorded.num_iterations)))
+    return reduce(add, map(of_one, recorded.own_iterations))
 
 
 def agreement_of(tokens: pd.DataFrame, updates: pd.DataFrame) -> Agreement:

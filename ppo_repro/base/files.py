@@ -129,6 +129,8 @@ def whole_folder(folder: Path) -> Iterator[Path]:
         shutil.rmtree(old, ignore_errors=True)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
+        if old.exists() and not folder.exists():
+            os.replace(old, folder)
         reason = getattr(error, "strerror", None) or " ".join(str(error).split())
         raise UserError(f"{folder}: cannot be written ({reason}); make room there") from error
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,22 @@ def test_sums_cover_folders_in_a_folder(tmp_path: Path) -> None:
     (tmp_path / "SHA256SUMS").write_text(f"{'0' * 64}  ../secret\n")
     with pytest.raises(UserError, match="is not a list of SHA-256"):
         check_sums(tmp_path)
+
+
+def test_a_folder_that_cannot_be_replaced_keeps_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "it").mkdir()
+    (tmp_path / "it" / "old").touch()
+    replace = os.replace
+
+    def refused(source: Path, target: Path) -> None:
+        if source.name == "it.tmp":
+            raise OSError("no rename")
+        replace(source, target)
+
+    monkeypatch.setattr("ppo_repro.base.files.os.replace", refused)
+    with pytest.raises(UserError, match="no rename"), whole_folder(tmp_path / "it") as folder:
+        (folder / "new").touch()
+    assert [path.name for path in (tmp_path / "it").iterdir()] == ["old"]
 
 
 def test_the_new_folder_has_its_name_before_the_old_one_is_removed(

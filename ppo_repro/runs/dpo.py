@@ -299,6 +299,7 @@ def _start_of_run(config: DPOConfig, run_dir: Path, watcher: Watcher, ranks: Ran
     of_run.pop("mismatch", None)
     # DPO trains all weights; the adapters of a run change no weight before the first step
     of_run["lora"] = None
+    of_run["ppo"]["replay_routes"] = False  # DPO samples with its own routes
     run_config = build_config(of_run, f"{run_dir / CONFIG_NAME} with numerics and layout of DPO")
     reference = run_dir / REFERENCE
     prepared = prepare(run_config, watcher, reference if reference.is_dir() else None, ranks=ranks)

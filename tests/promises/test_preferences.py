@@ -69,6 +69,14 @@ def test_dpo_trains_all_weights_of_a_run_that_trained_adapters(tmp_path: Path) -
         assert all(parameter.requires_grad for parameter in execution.run[1].state.policy.parameters())
 
 
+def test_dpo_in_native_numerics_takes_a_run_that_replayed_routes(tmp_path: Path) -> None:
+    experts = "model.experts={family: qwen3_moe, count: 5, per_token: 2}", "model.intermediate_size=12"
+    short = "ppo.iterations=1", "checkpoints.every=1", "rollout.samples_per_prompt=4", "ppo.replay_routes=true"
+    replayed = language.small_run(tmp_path, *experts, *short)
+    with DPOKind(Silent()).open(dpo_config(replayed, tmp_path, "numerics.mode=native"), None) as execution:
+        assert execution.run is not None
+
+
 def test_no_layout_changes_a_dpo_run(trained: Path) -> None:
     for overrides in LAYOUTS:
         again = rerun(DPOKind(Silent()), trained, overrides)

@@ -80,9 +80,8 @@ def run_grid(
             (grid_dir / "cells").mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"{grid_dir}: cannot be written ({error.strerror}); choose another --out") from error
-        orders = _orders(
-            grid, grid_dir, keep_changed, processes
-        )  # first: a grid that other cells refuse changes no file
+        # first, because a call that a cell refuses must change no file
+        orders = _orders(grid, grid_dir, keep_changed, processes)
         atomic_write(grid_dir / GRID, dump_yaml(grid.file).encode())
         for cell in grid.cells:
             write_config(cell, grid_dir / "cells" / cell.name)

@@ -13,8 +13,8 @@
 // bytes of four terms: first come the bytes h of all terms, then the bytes l.
 //
 // The remainders X' and W' keep bits that X and W lose beside an outlier. A block is mostly small if more
-// than half of its numbers are not zero and have |X| < 32. A product adds remainders if a block of w is mostly
-// small, or in the forward pass a block of x. Gradients of weights never add remainders.
+// than half of its numbers are not zero and have |X| < 32. A product adds remainders if a block of w is
+// mostly small, or in the forward pass a block of x. Gradients of weights never add remainders.
 //
 //   X' = rint((x 2^s - X) 2^11)
 //   block += (float)(sum of X W' + X' W) (2^-sx 2^-sw 2^-11)

@@ -343,8 +343,8 @@ ROW(normal_row, Noise) {
 // -------------------------------------------------------------------------------------------------- sampling
 
 // The bound is a float32 sum, and its roundings stay below this number for every score that can win. Such a
-// score is above -17 - 710: the likeliest of at most 2^24 tokens has a log p above -17, and noise is above
-// -710.
+// score is above -17 - 710, because the likeliest of at most 2^24 tokens has a log p above -17, and noise is
+// above -710.
 #define BOUND_SLACK 1e-3f
 enum { GROUP = 256 };  // tokens whose bounds are computed together: free
 

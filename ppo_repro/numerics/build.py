@@ -27,12 +27,11 @@ LIBRARY_FLAGS = ("-shared", "-fPIC", "-fvisibility=hidden")
 
 
 class Variant(NamedTuple):
-    """Kind of CPU: zig's flags for it, the words that /proc/cpuinfo must have, and whether only its name chooses it."""
+    """Kind of CPU: zig's flags for it, and the words that /proc/cpuinfo must have."""
 
     name: str
     flags: tuple[str, ...]
     needs: frozenset[str] = frozenset()
-    by_name_only: bool = False
 
 
 class Platform(NamedTuple):
@@ -46,18 +45,10 @@ class Platform(NamedTuple):
 _V3 = frozenset(["avx2", "fma", "bmi1", "bmi2", "f16c", "abm", "movbe"])
 _V4 = _V3 | frozenset(["avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"])
 _VNNI = _V4 | {"avx512_vnni"}
-# without fast_dpwssd, clang makes two instructions of each product of pairs
 _V4_FLAGS = ("+prefer_no_gather+prefer_no_scatter", "-mprefer-vector-width=512")
-_VNNI_CPU = "-mcpu=x86_64_v4+avx512vnni+fast_dpwssd"
 _X86_64 = (
-    # by name only: no CPU with AMX has run it, so nobody knows whether it is faster
-    Variant(
-        "x86_64_v4_amx",
-        (_VNNI_CPU + "+amx_tile+amx_int8" + _V4_FLAGS[0], _V4_FLAGS[1]),
-        _VNNI | {"amx_tile", "amx_int8"},
-        by_name_only=True,
-    ),
-    Variant("x86_64_v4_vnni", (_VNNI_CPU + _V4_FLAGS[0], _V4_FLAGS[1]), _VNNI),
+    # without fast_dpwssd, clang makes two instructions of each product of pairs
+    Variant("x86_64_v4_vnni", ("-mcpu=x86_64_v4+avx512vnni+fast_dpwssd" + _V4_FLAGS[0], _V4_FLAGS[1]), _VNNI),
     Variant("x86_64_v4", ("-mcpu=x86_64_v4" + _V4_FLAGS[0], _V4_FLAGS[1]), _V4),
     Variant("x86_64_v3_vnni", ("-mcpu=x86_64_v3+avxvnni+fast_dpwssd",), _V3 | {"avx_vnni"}),
     Variant("x86_64_v3", ("-mcpu=x86_64_v3",), _V3),

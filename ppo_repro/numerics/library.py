@@ -77,7 +77,7 @@ def cpu_words(key: str) -> list[str]:
 
 
 def choose(here: Platform | None, flags: frozenset[str], wanted: str | None) -> Variant:
-    """Return the wanted variant, or the fastest variant that a CPU with these flags runs, but none `by_name_only`.
+    """Return the wanted variant, or the fastest variant that a CPU with these flags runs.
 
     Raises UserError if there are no kernels for the platform, or the CPU does not run the wanted variant.
     """
@@ -86,7 +86,7 @@ def choose(here: Platform | None, flags: frozenset[str], wanted: str | None) -> 
         raise UserError(f"no kernels for {platform.system()} {platform.machine()}: ppo_repro runs on {known}")
     able = [variant for variant in here.variants if variant.needs <= flags]
     if not wanted:
-        return next(variant for variant in able if not variant.by_name_only)
+        return able[0]
     for variant in able:
         if variant.name == wanted:
             return variant
@@ -112,16 +112,12 @@ def locate(variant: Variant, folder: Path) -> Path:
 def open_library(path: Path) -> Kernels:
     """Open a library.
 
-    Raises UserError if it does not load, if Linux refuses it the tiles of AMX, or if its known answer is wrong.
+    Raises UserError if it does not load, or if its known answer is wrong.
     """
     try:
         library = Kernels(ffi.dlopen(str(path)))
     except OSError as error:
         raise UserError(f"the kernels do not load: {error}; {MEND}") from None
-    if library.ask_for_amx() != 0:
-        raise UserError(
-            f"Linux lets this process use no tiles of AMX, which {path.name} needs; {CHOICE} chooses another variant"
-        )
     check_denormals(library)
     for precision, right in KNOWN_ANSWERS.items():
         answer = library.known_answer(precision)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -20,13 +19,12 @@ from torch import nn
 from ppo_repro.base.errors import UserError
 from ppo_repro.numerics import build, library
 from ppo_repro.numerics.linear import linear
-from tests.support.variants import ABLE, HERE
+from tests.support.variants import ABLE
 
 X86_64 = build.PLATFORMS["Linux", "x86_64"]
 V3 = frozenset(["sse4_2", "avx2", "fma", "bmi1", "bmi2", "f16c", "abm", "movbe"])
 V4 = V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
-AMX = V4 | {"avx512_vnni", "amx_tile", "amx_int8"}
-FLAGS = frozenset(library.cpu_words("flags"))
+VNNI = V4 | {"avx512_vnni"}
 
 
 @pytest.mark.parametrize(
@@ -37,34 +35,12 @@ FLAGS = frozenset(library.cpu_words("flags"))
         (V3 | {"avx_vnni"}, "x86_64_v3_vnni"),
         (V4, "x86_64_v4"),
         (V4 - {"movbe"}, "x86_64"),
-        (AMX, "x86_64_v4_vnni"),
+        (VNNI, "x86_64_v4_vnni"),
     ],
 )
 def test_the_fastest_variant_that_the_cpu_runs_is_chosen(flags: frozenset[str], fastest: str) -> None:
     assert library.choose(X86_64, flags, None).name == fastest
     assert library.choose(X86_64, flags, "x86_64").name == "x86_64"
-
-
-def test_the_variant_for_amx_is_chosen_by_its_name() -> None:
-    assert library.choose(X86_64, AMX, "x86_64_v4_amx").name == "x86_64_v4_amx"
-    with pytest.raises(UserError, match="x86_64_v4_amx': this CPU lacks amx_int8, amx_tile; it runs x86_64_v4_vnni, "):
-        library.choose(X86_64, AMX - {"amx_int8", "amx_tile"}, "x86_64_v4_amx")
-
-
-TDPBSSD = re.compile(rb"\xc4\xe2[\x43-\x7b]\x5e[\xc0-\xff]")  # VEX.128.F2.0F38.W0 5E, registers 0 to 7
-
-
-@pytest.mark.skipif(X86_64 != HERE, reason="compiled on Linux, x86-64")
-@pytest.mark.parametrize("variant", X86_64.variants, ids=[variant.name for variant in X86_64.variants])
-def test_the_variant_for_amx_alone_has_its_instruction(variant: build.Variant) -> None:
-    code = library.locate(variant, build.SOURCES).read_bytes()
-    assert bool(TDPBSSD.search(code)) == (variant.name == "x86_64_v4_amx")
-
-
-@pytest.mark.skipif(not V4 <= FLAGS or "amx_tile" in FLAGS, reason="needs a CPU with AVX-512, but without AMX")
-def test_the_variant_for_amx_is_refused_where_linux_refuses_its_tiles() -> None:
-    with pytest.raises(UserError, match=r"no tiles of AMX, which kernels-x86_64_v4_amx-\w+\.so needs; PPO_REPRO_KER"):
-        library.open_library(library.locate(X86_64.variants[0], build.SOURCES))
 
 
 # asks for 13 GB where the process may have 6, then for little

@@ -8,9 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
-from signal import SIGABRT
 
 import pytest
 
@@ -19,7 +17,7 @@ from ppo_repro.base.mode import Precision
 from ppo_repro.numerics import build, library
 from tests.numerics.known_answer import known_answer
 from tests.support.broken import broken_library
-from tests.support.variants import EMULATED, EVERY, opened
+from tests.support.variants import ABLE, opened
 
 ARM_LIBC = Path("/usr/aarch64-linux-gnu")
 
@@ -32,13 +30,12 @@ def test_the_known_answer_is_the_definitions(precision: Precision) -> None:
     assert known_answer(precision) == ANSWERS[precision]
 
 
-@pytest.mark.parametrize("variant", EVERY, ids=[variant.name for variant in EVERY])
+@pytest.mark.parametrize("variant", ABLE, ids=[variant.name for variant in ABLE])
 def test_every_variant_that_this_cpu_runs_gives_the_known_answer(variant: build.Variant) -> None:
     kernels = opened(variant)
     assert [kernels.known_answer(i) for i in range(2)] == list(ANSWERS.values())
 
 
-CONFIGURED = "{ROWS, ROWS, ROWS, ROWS, ROWS, ROWS, 16, 16}"
 LAST_EXPERT_FIRST = "    const int choice = a->chosen - 1 - j;\n"
 # a file, and texts of the file with what stands there instead
 MISTAKES: dict[str, tuple[str, tuple[tuple[str, str], ...]]] = {
@@ -242,7 +239,7 @@ MISTAKES: dict[str, tuple[str, tuple[tuple[str, str], ...]]] = {
         ),
     ),
     "high: one scale for both factors": ("integers.c", (("(x_scale * w_scale)", "(w_scale * w_scale + 0 * x_scale)"),)),
-    "high: an odd term is lost": ("integers.c", (("t + i < terms ? some_of", "t + 2 * i < terms ? some_of"),)),
+    "high: an odd term is lost": ("integers.c", (("t < terms ? some_of", "t + i < terms ? some_of"),)),
     "high: no remainders": (
         "tiles.c",
         (("if (needs_remainders(a, w, PANELS))", "if (0)"), ("if (needs_remainders(a, w, 1))", "if (0)")),
@@ -284,49 +281,6 @@ def test_control_a_library_with_a_mistake_is_refused(mistake: str, tmp_path: Pat
     right = ANSWERS["high" if mistake.startswith("high") else "highest"]
     assert f"where {right:#x} is right, so results would differ; PPO_REPRO_KERNELS" in str(error.value)
     assert path.name in str(error.value)
-
-
-MISTAKES_OF_AMX: dict[str, tuple[str, tuple[tuple[str, str], ...]]] = {
-    "a byte l beyond its range": ("integers.c", (("{ return (X + 32) >> 6; }", "{ return (X + 32) >> 7; }"),)),
-    "the bytes of w change places": (
-        "amx.c",
-        (
-            ("_tile_loadd(W_HIGH, w + k * COLS", "_tile_loadd(W_HIGH, w + (k + plane) * COLS"),
-            ("_tile_loadd(W_LOW, w + (k + plane) * COLS", "_tile_loadd(W_LOW, w + k * COLS"),
-        ),
-    ),
-    "a sum without its factor": ("amx.c", (("(parts[HH][i] * 64 +", "(parts[HH][i] +"),)),
-    "remainders of x alone": ("amx.c", (("remainders ? w + steps * COLS : w", "w"),)),
-    "the first 64 terms of a block": ("amx.c", (("k <= plane;", "k <= 16;"),)),
-    "rows of a gradient stay columns": ("gradients.c", (("if (AMX) turn_strips", "if (0) turn_strips"),)),
-    "no last row": ("amx.c", ((CONFIGURED, CONFIGURED.replace("ROWS", "ROWS - 1")),)),
-    "fault: x and sums have not the same rows": (
-        "amx.c",
-        ((CONFIGURED, CONFIGURED.replace("ROWS, 16", "ROWS - 1, 16")),),
-    ),
-    "fault: registers without a configuration": (
-        "gradients.c",
-        (("  if (a->precision == PRECISION_HIGH) begin_amx();", ""),),
-    ),
-    "fault: no permission": ("amx.c", (("return syscall(158L, 0x1023L, 18L) != 0 ? -1 : 0;", "return 0;"),)),
-}
-ANSWER_IN_A_CHILD = """
-import ctypes, sys
-kernels = ctypes.CDLL(sys.argv[1])
-kernels.known_answer.restype = ctypes.c_uint64
-print(kernels.ask_for_amx(), kernels.known_answer(1))
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mistake", ["none", *MISTAKES_OF_AMX])
-def test_control_a_mistake_in_the_kernels_for_amx_is_found(mistake: str, tmp_path: Path) -> None:
-    file, changes = MISTAKES_OF_AMX.get(mistake, ("amx.c", ()))
-    path = broken_library(tmp_path, file, *changes, variant=EMULATED)
-    child = subprocess.run([sys.executable, "-c", ANSWER_IN_A_CHILD, path], capture_output=True, text=True)
-    assert child.returncode == (-SIGABRT if "fault" in mistake else 0), child.stderr
-    assert ("AMX fault" in child.stderr) == ("fault" in mistake)
-    assert (child.stdout == f"0 {library.KNOWN_ANSWER_HIGH}\n") == (mistake == "none")
 
 
 @pytest.mark.slow

@@ -3,8 +3,7 @@
 // functions are static: one compiler sees all. To begin, read interface.h, then tiles.c, then model.c.
 //
 // Which operations are sums, so that their order is a rule?
-//   rule 1  products, gradients of inputs         add_tile in tiles.c; in high add_pairs in integers.c,
-//                                                 or sum_by_amx in amx.c
+//   rule 1  products, gradients of inputs         add_tile in tiles.c; in high add_pairs in integers.c
 //   rule 2  gradients of weights                  chain_block and close_slots in gradients.c
 //           of norm weights and biases            column_chain and column_sums_task in gradients.c
 //           of embeddings                         table_gradient_row in gradients.c
@@ -38,7 +37,6 @@
 
 // sums over products and tokens
 #include "integers.c"   // blocks of integers, for precision high
-#include "amx.c"        // the sums of such blocks in registers of AMX
 #include "tiles.c"      // a small product in registers
 #include "linear.c"     // linear layers, and the gradient of their input
 #include "blocks.c"     // blocks of rows

@@ -89,7 +89,6 @@ INLINE int ends_slot(const Blocks *b, int i) { return b->slot[i + 1] != b->slot[
 // dw [n][k] = sum over rows t of dy[t][n] x[t][k]: dy [rows][n], x [rows][k].
 // First both are packed, so that a tile reads them one row after the other:
 //   strips [ceil(n / ROWS)][rows][ROWS] of dy, panels [ceil(k / 16)][rows][16] of x.
-// For AMX a block of a strip is [ROWS][steps].
 // Then a task takes some strips and some panels. Each pair is a tile [ROWS][16] of dw. Panels are the outer
 // loop: a panel stays in the first-level cache for all strips, which stay in the second-level cache for all
 // panels.
@@ -107,13 +106,6 @@ typedef struct {
   Precision precision;
   Blocks packed;  // the blocks in the floats of strips and panels; in precision highest a float is a row
 } WeightGradient;
-
-// A block [steps][count] into strips [count / ROWS][rows of all][ROWS], in which it is [ROWS][steps]: for AMX
-INLINE void turn_strips(const float *from, int count, int steps, long rows_of_all, float *to) {
-  for (int c = 0; c < count; c++)
-    for (int t = 0; t < steps; t++)
-      to[c / ROWS * ROWS * rows_of_all + c % ROWS * steps + t] = from[t * count + c];
-}
 
 // Columns [col, col + count) of from [rows][ld] as [count / width][rows of all][width], with zeros beyond
 // column `end`
@@ -155,9 +147,7 @@ INLINE void pack_integers(const WeightGradient *a, const float *from, int ld, in
       for (int t = 0; t < steps; t++)
         copy_floats(rows + t * count + c, panel + t * COLS, least(COLS, count - c));
     }
-    if (width == COLS) continue;
-    if (AMX) turn_strips(rows, count, steps, a->packed.rows, out);
-    else pack_columns(rows, count, steps, a->packed.rows, 0, count, count, width, out);
+    if (width != COLS) pack_columns(rows, count, steps, a->packed.rows, 0, count, count, width, out);
   }
 }
 
@@ -191,16 +181,12 @@ INLINE void chain_block(const float *restrict dy, const float *restrict x, int t
                         int ends, int slot, const int is_high) {
   Wide acc[ROWS] = {0};
   Wide *sum = (Wide *)parts;
-  const int dy_row = AMX && is_high ? terms : 1;
-#if defined(__AMX_INT8__)
-  if (is_high) sum_by_amx(dy, terms, x, terms, 0, ROWS, acc, 1);
-#endif
-  for (int t = is_high; t < (AMX && is_high ? 0 : terms); t++) {
+  for (int t = is_high; t < terms; t++) {
     Wide row = wide_at(x + t * COLS);
     for (int i = 0; i < ROWS; i++) acc[i] = chain_step(dy + t * ROWS + i, row, acc[i], is_high);
   }
 #pragma clang loop unroll(full)  // or the sums do not stay in registers
-  for (int i = 0; i < ROWS; i++) acc[i] = sum[i] + sum_of_block(acc[i], dy[i * dy_row], wide_at(x), is_high);
+  for (int i = 0; i < ROWS; i++) acc[i] = sum[i] + sum_of_block(acc[i], dy[i], wide_at(x), is_high);
   if (ends) {
     for (int i = 0; i < ROWS; i++) sum[i] = (Wide)0.0f;
     sum += ROWS;
@@ -272,9 +258,7 @@ static void weight_gradient_task(void *argument, int index) {
   int p0 = index % groups * a->panel_group;
   float *memory = scratch((size_t)(s1 - s0) * (size_t)parts_of(a->blocks->sums) * ROWS * COLS);
   if (!memory) return;
-  if (a->precision == PRECISION_HIGH) begin_amx();
   for (int p = p0; p < least(panels, p0 + a->panel_group); p++) weight_gradient_panel(a, p, s0, s1, memory);
-  if (a->precision == PRECISION_HIGH) end_amx();
 }
 
 // Writes the blocks `packed`, which count floats of integers instead of rows. The caller frees `start`.

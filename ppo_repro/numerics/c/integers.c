@@ -8,9 +8,7 @@
 // with a NaN, or with a number of 2^60 or above, has the scale NaN. definition: product.exact
 //
 // In memory a block is the float 2^-s, followed by pairs of integers of 16 bits, each pair in the memory of a
-// float. So tiles step through floats in both precisions, with one term in each float or with two. With AMX
-// (amx.c) an integer is two signed bytes, X = 64 h + l with l in [-32, 31], and the memory of a float has
-// bytes of four terms: first come the bytes h of all terms, then the bytes l.
+// float. So tiles step through floats in both precisions, with one term in each float or with two.
 //
 // The remainders X' and W' keep bits that X and W lose beside an outlier. A block is mostly small if more
 // than half of its numbers are not zero and have |X| < 32. A product adds remainders if a block of w is
@@ -29,25 +27,17 @@
 
 typedef int Ints __attribute__((ext_vector_type(COLS), aligned(4)));
 typedef short Shorts __attribute__((ext_vector_type(COLS), aligned(2)));
-typedef signed char Bytes __attribute__((ext_vector_type(COLS), aligned(1)));
-
-#if defined(__AMX_INT8__)
-enum { AMX = 1, PADDING = 64 };  // zeros make the terms of a block a multiple of this: of a register's terms
-#else
-enum { AMX = 0, PADDING = 2 };
-#endif
-enum { PLANES = 1 + AMX, TERMS = 2 * PLANES };  // a float has TERMS terms of a plane: all bits, or a byte
 
 enum { LARGEST_INTEGER = 4095, SMALL_INTEGER = 32, BLOCK_STEPS = 1 + BLOCK / 2 };
 #define REMAINDER_SCALE 0x1p11f
 
-INLINE int padded_terms(int terms) { return (terms + PADDING - 1) / PADDING * PADDING; }
+INLINE int pairs_of(int terms) { return (terms + 1) / 2; }  // a zero follows an odd number of terms
 
 // Returns the number of floats of `terms` terms, from the beginning of a block on
 INLINE int steps_of(Precision precision, int terms) {
   if (precision == PRECISION_HIGHEST) return terms;
   int rest = terms % BLOCK;
-  return terms / BLOCK * BLOCK_STEPS + (rest ? 1 + padded_terms(rest) / 2 : 0);
+  return terms / BLOCK * BLOCK_STEPS + (rest ? 1 + pairs_of(rest) : 0);
 }
 
 // Returns the same number for x or w of a product, which have remainders
@@ -135,37 +125,15 @@ INLINE Wide remainder_weight(Ints small, int n) {
   return (Wide)((2 * small > n) & (Ints)(Wide)(1.0f / REMAINDER_SCALE));
 }
 
-#if defined(__AMX_INT8__)
-INLINE Ints high_bytes(Ints X) { return (X + 32) >> 6; }
-INLINE Ints low_bytes(Ints X) { return X - 64 * high_bytes(X); }
-#endif
-
-// The integers of the terms k .. k + 15 of a row, to their place in a block of n terms
-INLINE void put_row(float *block, int k, int n, Ints X) {
-#if defined(__AMX_INT8__)
-  signed char *high = (signed char *)block + k;
-  *(Bytes *)high = __builtin_convertvector(high_bytes(X), Bytes);
-  *(Bytes *)(high + padded_terms(n)) = __builtin_convertvector(low_bytes(X), Bytes);
-#else
-  (void)n;
+// The integers of the terms k .. k + 15 of a row, to their place in a block
+INLINE void put_row(float *block, int k, Ints X) {
   *(Shorts *)(block + k / 2) = __builtin_convertvector(X, Shorts);
-#endif
-}
-
-// The integer of the i-th term of a float, into the float of each plane
-INLINE void put_term(Ints *planes, int i, Ints X) {
-#if defined(__AMX_INT8__)
-  planes[0] |= (high_bytes(X) & 0xff) << 8 * i;
-  planes[1] |= (low_bytes(X) & 0xff) << 8 * i;
-#else
-  planes[0] |= (X & 0xffff) << 16 * i;
-#endif
 }
 
 // The integers of n terms. Of a whole block the size is a constant, which makes vectors.
 INLINE void copy_integers(float *to, const float *integers, int n) {
   if (n == BLOCK) copy_floats(to, integers, BLOCK / 2);
-  else copy_floats(to, integers, padded_terms(n) / 2);
+  else copy_floats(to, integers, pairs_of(n));
 }
 
 // A row x [terms] to its blocks, each with its remainders; where a row is not `asked`, none is mostly small
@@ -187,12 +155,12 @@ static void integer_row(const float *x, int terms, int asked, float *to) {
     float integers[BLOCK / 2];
     float remainders[BLOCK / 2];
     Ints small = 0;
-    for (int k = 0; k < (AMX ? padded_terms(n) : BLOCK); k += COLS) {
+    for (int k = 0; k < BLOCK; k += COLS) {
       const Wide some = wide_at(block + k);
       const Ints X = integers_of(some, scales.up);
       small += small_ones(some, X);
-      put_row(integers, k, n, X);
-      put_row(remainders, k, n, remainders_of(some, scales.up, X));
+      put_row(integers, k, X);
+      put_row(remainders, k, remainders_of(some, scales.up, X));
     }
     copy_integers(to + 1, integers, n);
     copy_integers(rest + 1, remainders, n);
@@ -218,22 +186,20 @@ INLINE void integer_columns(const float *from, long ld, int terms, const int col
   const Scales scales = scales_of(largest);
   Ints small = 0;
   *(Wide *)to = scales.down;
-  for (int t = 0; t < padded_terms(terms); t += TERMS) {
-    Ints integers[PLANES] = {0};
-    Ints remainders[PLANES] = {0};
-    for (int i = 0; i < TERMS; i++) {
-      const Wide x = t + i < terms ? some_of(from + (t + i) * ld, cols) : (Wide)0.0f;
+  for (int pair = 0; pair < pairs_of(terms); pair++) {
+    Ints integers = 0;
+    Ints remainders = 0;
+    for (int i = 0; i < 2; i++) {
+      const int t = 2 * pair + i;
+      const Wide x = t < terms ? some_of(from + t * ld, cols) : (Wide)0.0f;
       const Ints X = integers_of(x, scales.up);
-      put_term(integers, i, X);
+      integers |= (X & 0xffff) << 16 * i;
       if (!rest) continue;
       small += small_ones(x, X);
-      put_term(remainders, i, remainders_of(x, scales.up, X));
+      remainders |= (remainders_of(x, scales.up, X) & 0xffff) << 16 * i;
     }
-    for (int plane = 0; plane < PLANES; plane++) {
-      const int step = 1 + (plane * padded_terms(terms) + t) / TERMS;
-      *(Ints *)(to + step * COLS) = integers[plane];
-      if (rest) *(Ints *)(rest + step * COLS) = remainders[plane];
-    }
+    *(Ints *)(to + (1 + pair) * COLS) = integers;
+    if (rest) *(Ints *)(rest + (1 + pair) * COLS) = remainders;
   }
   if (rest) *(Wide *)rest = remainder_weight(small, terms);
 }

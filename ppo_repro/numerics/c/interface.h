@@ -314,8 +314,6 @@ void begin_call(void *stream);
 int set_threads(int threads);
 void forget_workers(void);
 
-// amx.c: once, before any other function that computes
-int ask_for_amx(void);
 
 // scratch.c, memory.c
 void free_scratch(void);

@@ -83,9 +83,7 @@ static void product_task(void *argument, int index) {
   }
   int row0 = strip_row(a->rows, chunk, a->chunks);
   int row1 = strip_row(a->rows, chunk + 1, a->chunks);
-  if (a->w->precision == PRECISION_HIGH) begin_amx();
   a->rectangle(a, row0, row1, group * a->group, least(panels, (group + 1) * a->group));
-  if (a->w->precision == PRECISION_HIGH) end_amx();
 }
 
 static void integer_rows_task(void *argument, int index) {
@@ -98,7 +96,7 @@ static void run_product(Product a) {
   if (a.rows < 1) return;
   a.steps = product_steps(a.w->precision, a.terms);
   if (a.w->precision == PRECISION_HIGH) {
-    a.integers = shared_scratch(SCRATCH_INTEGERS, (size_t)(a.rows + AMX * ROWS) * (size_t)a.steps);
+    a.integers = shared_scratch(SCRATCH_INTEGERS, (size_t)a.rows * (size_t)a.steps);
     parallel_for((a.rows + CONVERTED_ROWS - 1) / CONVERTED_ROWS, integer_rows_task, &a);
     a.x = a.integers;
   }

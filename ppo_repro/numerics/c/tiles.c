@@ -47,11 +47,7 @@ INLINE void add_tile(const BlockOfProduct *a, const float *restrict w, float *re
   Wide acc[ROWS][PANELS] = {0};
   Wide column[PANELS];
   Wide rest[PANELS];
-#if defined(__AMX_INT8__)
-  for (int p = 0; is_high && p < panels; p++)
-    sum_by_amx(x, x_row, w + p * w_panel, terms, kind == REMAINDERS, rows, &acc[0][p], PANELS);
-#endif
-  for (int k = is_high; k < (AMX && is_high ? 0 : terms); k++) {
+  for (int k = is_high; k < terms; k++) {
     for (int p = 0; p < panels; p++) column[p] = wide_at(w + p * w_panel + k * w_step);
     if (kind == REMAINDERS)
       for (int p = 0; p < panels; p++) rest[p] = wide_at(w + p * w_panel + (terms + k) * w_step);

@@ -1,6 +1,6 @@
 // The library that drives a GPU as one unit of compilation: the passes of ../all.c over launches in place of
-// loops. It exports the functions of driver.h and of ../interface.h, except threads, ask_for_amx, elementary
-// functions of arrays and row_dot. The kernels themselves are in kernels.c, which the driver gets as PTX.
+// loops. It exports the functions of driver.h and of ../interface.h, except threads, elementary functions of
+// arrays and row_dot. The kernels themselves are in kernels.c, which the driver gets as PTX.
 #define GPU_HOST
 #include "../kernels.h"
 

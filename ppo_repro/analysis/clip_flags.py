@@ -1,17 +1,14 @@
-"""Which tokens did the clip change? Each definition of "clipped" is a flag per token.
+"""Which tokens did the clip change? Each definition of "clipped" is a flag per token, computed or recorded.
 
-`analyse clipping` and the shares of words compute ratios again, in float64. Like training, they compare strictly.
-
-Pages, `view`, measures of a grid, and `removed` of `analyse tokenization` count the recorded column `clip_flag`. The
-measure `outside_fraction` counts the recorded column `ratios`.
-
-The measure `clip_floor` is computed from log-probs. It needs the ratio before the first step, which no run records.
+Computed flags follow from the ratio and a `ClipRule`. Recorded flags are the column `clip_flag`. Both compare strictly,
+like training. The table "What counts as clipped" in code.md says which measure counts which flags.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Generic, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -22,14 +19,42 @@ from ppo_repro.statistics.bits import Float32
 from ppo_repro.statistics.clusters import Floats
 
 Bool = npt.NDArray[np.bool_]
-
-# five flags of ratios that never overlap; a token is `outside` if it has one of them
-DISJOINT = ("clip_high", "clip_low", "wrong_high", "wrong_low", "outside_without_advantage")
-FLAGS = ("outside", *DISJOINT, "clip_dual", "removed")
+Value = TypeVar("Value")
 Effect = Literal["unchanged", "removed", "kept", "bounded", "unknown"]
 
 
 # computed flags
+
+
+class Flags(NamedTuple, Generic[Value]):
+    """A value for each flag: which tokens have it (bool [N]), or the share of the tokens that have it.
+
+    r is the ratio of a token, A its advantage. A ratio of NaN has no flag.
+    """
+
+    outside: Value  # r < 1 - low or r > 1 + high
+    clip_high: Value  # r > 1 + high and A > 0
+    clip_low: Value  # r < 1 - low and A < 0
+    wrong_high: Value  # r > 1 + high and A < 0
+    wrong_low: Value  # r < 1 - low and A > 0
+    outside_without_advantage: Value  # outside and A = 0
+    clip_dual: Value  # r > dual and A < 0; no token without a dual clip
+    removed: Value  # clip_high, clip_low or clip_dual: the token has no policy gradient
+
+
+FLAGS = Flags._fields
+
+
+class ValueFlags(NamedTuple):
+    """Which tokens [N] have each flag of the value clip, bool."""
+
+    value_outside: Bool  # |v - v_old| > reach
+    value_removed: Bool  # value_outside and (v_clip - R)^2 > (v - R)^2: the value has no gradient
+
+
+def share(flag: Bool) -> float:
+    """Return the share of the tokens that have a flag; NaN without tokens."""
+    return float(flag.mean()) if len(flag) else math.nan
 
 
 def column(rows: pd.DataFrame, name: str) -> Floats:
@@ -58,57 +83,42 @@ def is_outside(ratios: Floats | Float32, rule: ClipRule) -> Bool:
     return below | above
 
 
-def flags_of_ratios(ratios: Floats, advantages: Floats, rule: ClipRule) -> dict[str, Bool]:
-    """Return each flag of FLAGS, bool [N], from ratios and advantages [N]; a ratio of NaN has no flag.
-
-    outside: r < 1 - low or r > 1 + high
-    clip_high: r > 1 + high and A > 0
-    clip_low: r < 1 - low and A < 0
-    wrong_high: r > 1 + high and A < 0
-    wrong_low: r < 1 - low and A > 0
-    outside_without_advantage: outside and A = 0
-    clip_dual: r > dual and A < 0, only with a dual clip
-    removed: clip_high, clip_low or clip_dual; the token has no policy gradient
-    """
+def flags_of_ratios(ratios: Floats, advantages: Floats, rule: ClipRule) -> Flags[Bool]:
+    """Return the flags of tokens with these ratios and advantages [N]."""
     below, above = _below_and_above(ratios, rule)
-    up, down = advantages > 0, advantages < 0
-    beyond = np.zeros(len(ratios), dtype=bool) if rule.dual is None else (ratios > rule.dual) & down
-    return {
-        "outside": below | above,
-        "clip_high": above & up,
-        "clip_low": below & down,
-        "wrong_high": above & down,
-        "wrong_low": below & up,
-        "outside_without_advantage": (below | above) & (advantages == 0),
-        "clip_dual": beyond,
-        "removed": above & up | below & down | beyond,
-    }
+    outside, is_positive, is_negative = below | above, advantages > 0, advantages < 0
+    clip_high, clip_low = above & is_positive, below & is_negative
+    clip_dual = np.zeros_like(outside) if rule.dual is None else (ratios > rule.dual) & is_negative
+    return Flags(
+        outside=outside,
+        clip_high=clip_high,
+        clip_low=clip_low,
+        wrong_high=above & is_negative,
+        wrong_low=below & is_positive,
+        outside_without_advantage=outside & (advantages == 0),
+        clip_dual=clip_dual,
+        removed=clip_high | clip_low | clip_dual,
+    )
 
 
-def token_flags(rows: pd.DataFrame, rule: ClipRule) -> pd.DataFrame:
-    """Return the columns FLAGS (bool) and `ratio` (float64) for rows of policy steps, with the index of `rows`."""
-    ratios = ratios_of(column(rows, "log_ratios"))
-    flags = flags_of_ratios(ratios, column(rows, "advantages"), rule)
-    return pd.DataFrame({**flags, "ratio": ratios}, index=rows.index)
+def token_flags(rows: pd.DataFrame, rule: ClipRule) -> Flags[Bool]:
+    """Return the flags of rows of policy steps, at their log_ratios."""
+    return flags_of_ratios(ratios_of(column(rows, "log_ratios")), column(rows, "advantages"), rule)
 
 
 def clipped_at_start(rows: pd.DataFrame, rule: ClipRule) -> Bool:
     """Return the flag `removed` of each token before any step, at r = pi_old / anchor, bool [N]; false for `old`."""
     unmoved = ratios_of(column(rows, "old_logprobs") - column(rows, f"{rule.anchor}_logprobs"))
-    return flags_of_ratios(unmoved, column(rows, "advantages"), rule)["removed"]
+    return flags_of_ratios(unmoved, column(rows, "advantages"), rule).removed
 
 
-def value_flags(rows: pd.DataFrame, reach: float) -> pd.DataFrame:
-    """Return the columns value_outside and value_removed (bool) for rows of steps that the value model took.
-
-    value_outside: |v - v_old| > reach (`value_reach`). value_removed: value_outside and (v_clip - R)^2 > (v - R)^2; the
-    value has no gradient. All are false if values are not clipped.
-    """
+def value_flags(rows: pd.DataFrame, reach: float) -> ValueFlags:
+    """Return the flags of rows of steps that the value model took; all are false if `reach` (`value_reach`) is inf."""
     new, old, returns = (column(rows, name) for name in ("new_values", "values", "returns"))
     moved = new - old
     outside = np.abs(moved) > reach
     farther = (old + np.clip(moved, -reach, reach) - returns) ** 2 > (new - returns) ** 2
-    return pd.DataFrame({"value_outside": outside, "value_removed": outside & farther}, index=rows.index)
+    return ValueFlags(value_outside=outside, value_removed=outside & farther)
 
 
 # recorded flags: their words, what they say about the gradient, and their colours in charts

@@ -40,12 +40,12 @@ def rule_or_reason(ppo: PPOConfig, recorded: float) -> ClipRule | str:
     `recorded` is the column `clip_range` of the table `iterations`, which only an adaptive objective has.
     """
     match ppo.objective:
-        case ClipObjective() as o:
-            return ClipRule("token", ppo.ratio_anchor, o.clip_range, o.high, o.dual_clip)
+        case ClipObjective() as clip:
+            return ClipRule("token", ppo.ratio_anchor, clip.clip_range, clip.high, clip.dual_clip)
         case AdaptiveClipObjective():
             return ClipRule("token", ppo.ratio_anchor, recorded, recorded)
-        case SequenceClipObjective() as o:
-            return ClipRule("response", ppo.ratio_anchor, o.clip_range, o.high)
+        case SequenceClipObjective() as clip:
+            return ClipRule("response", ppo.ratio_anchor, clip.clip_range, clip.high)
         case CispoObjective():
             return "bounds weights and clips nothing"
         case FunctionObjective():

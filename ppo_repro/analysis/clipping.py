@@ -18,10 +18,12 @@ from ppo_repro.analysis.buckets import DOUBLING, ENTROPIES, PROBABILITIES, bucke
 from ppo_repro.analysis.clip_flags import (
     FLAGS,
     Bool,
+    Flags,
+    ValueFlags,
     clipped_at_start,
     column,
-    flags_of_ratios,
     ratios_of,
+    share,
     token_flags,
     value_flags,
 )
@@ -41,7 +43,6 @@ CLIP_TOKEN_COLUMNS = [
 ]
 
 SUBSETS = {"all": 0, "adv_pos": 1, "adv_neg": -1}  # the sign of the advantages; 0 for any
-ESTIMATES = ("k1", "k3")  # of KL(anchor || new)
 
 
 @dataclass(frozen=True)
@@ -52,13 +53,14 @@ class IterationRows:
     rule: ClipRule
     value_reach: float
     steps: pd.DataFrame  # epoch, minibatch in order
-    rows: pd.DataFrame  # rows of `updates` with CLIP_TOKEN_COLUMNS of their token, and float64 log_ratios
+    rows: pd.DataFrame  # rows of `join_tokens`
 
 
 def join_tokens(tokens: pd.DataFrame, updates: pd.DataFrame, anchor: str) -> pd.DataFrame:
-    """Return the rows of `updates` with their token's columns and log_ratios = new_logprobs - anchor, float64 nats.
+    """Return the rows of `updates`, in their order, with the columns CLIP_TOKEN_COLUMNS of their token and two more.
 
-    The order of `updates` is kept. Raises UserError if a row has no token.
+    anchor_logprobs are the log-probs of the anchor, and log_ratios = new_logprobs - anchor_logprobs; both are float64,
+    nats. Raises UserError if a row has no token.
     """
     rows = updates.merge(tokens, on=KEY_IN_ITERATION, how="inner", validate="many_to_one")
     if len(rows) != len(updates):
@@ -82,28 +84,30 @@ def load_iterations(
     None.
     """
     recorded = reader.open_manifest(run_dir)
-    summaries = reader.read_iterations(
-        run_dir, iterations=own_iterations(run_dir, recorded, iterations), recorded=recorded
-    )
     config = load_recorded_config(run_dir)
-    for _, row in summaries.iterrows():
-        index = int(row["iteration"])
-        rule = counted_rule(config.ppo, float(row["clip_range"]), band)
-        one = [index]
-        tokens = reader.read_tokens(run_dir, iterations=one, columns=CLIP_TOKEN_COLUMNS, recorded=recorded)
-        updates = reader.read_updates(run_dir, iterations=one, recorded=recorded).drop(columns="iteration")
+    chosen = own_iterations(run_dir, recorded, iterations)
+    for _, summary in reader.read_iterations(run_dir, iterations=chosen, recorded=recorded).iterrows():
+        iteration = int(summary["iteration"])
+        rule = counted_rule(config.ppo, float(summary["clip_range"]), band)
+        tokens = reader.read_tokens(run_dir, iterations=[iteration], columns=CLIP_TOKEN_COLUMNS, recorded=recorded)
+        updates = reader.read_updates(run_dir, iterations=[iteration], recorded=recorded).drop(columns="iteration")
         yield IterationRows(
-            iteration=index,
+            iteration=iteration,
             rule=rule,
-            value_reach=value_reach(config.value, float(row["return_scale"])),
-            steps=reader.read_steps(run_dir, iterations=one, columns=STEP_KEY, recorded=recorded),
+            value_reach=value_reach(config.value, float(summary["return_scale"])),
+            steps=reader.read_steps(run_dir, iterations=[iteration], columns=STEP_KEY, recorded=recorded),
             rows=join_tokens(tokens, updates, rule.anchor),
         )
 
 
-def policy_rows(item: IterationRows) -> pd.DataFrame:
+def policy_rows(loaded: IterationRows) -> pd.DataFrame:
     """Return the rows of the steps in which the policy was updated."""
-    return item.rows[item.rows["clip_flag"].notna()]
+    return loaded.rows[loaded.rows["clip_flag"].notna()]
+
+
+def _value_rows(loaded: IterationRows) -> pd.DataFrame:
+    """Return the rows of the steps in which the value model was updated."""
+    return loaded.rows[loaded.rows["new_values"].notna()]
 
 
 # the tables of one iteration
@@ -120,10 +124,22 @@ def effective_samples(log_weights: Floats) -> float:
     return effective_share(float(weights.sum()), float((weights**2).sum()), len(weights))
 
 
-def kl_estimates(log_ratios: Floats) -> dict[str, float]:
-    """Estimate KL(anchor || new) in nats by token means of k1 and k3; the anchor sampled the tokens, at least one."""
+class KlEstimates(NamedTuple):
+    """Estimates of KL(anchor || new), token means, nats; NaN without tokens."""
+
+    k1: float
+    k3: float
+
+
+ESTIMATES = KlEstimates._fields
+
+
+def kl_estimates(log_ratios: Floats) -> KlEstimates:
+    """Estimate KL(anchor || new) from the log-ratios of tokens that the anchor sampled."""
+    if not len(log_ratios):
+        return KlEstimates(math.nan, math.nan)
     with np.errstate(invalid="ignore"):  # infinities of both signs
-        return {"k1": float(k1(-log_ratios).mean()), "k3": float(k3(-log_ratios).mean())}
+        return KlEstimates(k1=float(k1(-log_ratios).mean()), k3=float(k3(-log_ratios).mean()))
 
 
 def surrogate_mass(rows: pd.DataFrame) -> Floats:
@@ -140,81 +156,108 @@ def _is_in(subset: str, rows: pd.DataFrame) -> Bool:
     return (sign * column(rows, "advantages") > 0) | (sign == 0)
 
 
-def _numbers(rows: pd.DataFrame, rule: ClipRule) -> dict[str, float]:
-    """Return the columns of one row of `clip_step` over these tokens; only n_tokens if there are no tokens."""
-    if not len(rows):
-        return {"n_tokens": 0}
-    log_ratios, mass = column(rows, "log_ratios"), surrogate_mass(rows)
-    ratios = ratios_of(log_ratios)
-    flags = flags_of_ratios(ratios, column(rows, "advantages"), rule)
-    shown = ratios if np.isfinite(ratios).all() else np.array([math.nan])
-    beyond = (ratios > 1.0 + 2.0 * rule.high) | (ratios < 1.0 - 2.0 * rule.low)
+class SubsetOfStep(NamedTuple):
+    """A subset of the tokens of an optimizer step: the first columns of `clip_step`."""
+
+    iteration: int
+    epoch: int
+    minibatch: int
+    step: int  # of the iteration, from 0
+    subset: str  # of SUBSETS
+
+
+class ClipNumbers(NamedTuple):
+    """Numbers of the tokens of a subset: columns of `clip_step`. All but the counts are NaN without tokens."""
+
+    n_tokens: int  # 0 if the policy took no step
+    n_nonfinite: int
+    ratio_mean: float  # NaN, like the next two, if a ratio is not finite
+    ratio_min: float
+    ratio_max: float
+    beyond_twice: float  # share of tokens beyond twice the clip range
+    k1: float  # of `kl_estimates`
+    k3: float
+    ess_frac: float  # of `effective_samples`
+    removed_mass: float  # share of the sum of `surrogate_mass` that the clip removed
+    clip_floor: float  # share of tokens in `clipped_at_start`
+    n_value_tokens: int  # 0 if the value model took no step
+    value_outside: float  # shares of `value_flags`
+    value_removed: float
+
+
+def _numbers(tokens: pd.DataFrame, flags: Flags[Bool], values: ValueFlags, rule: ClipRule) -> ClipNumbers:
+    """Return the numbers of rows of a policy step with their flags, and of the same subset of a value step."""
+    log_ratios, mass = column(tokens, "log_ratios"), surrogate_mass(tokens)
+    ratios, estimates = ratios_of(log_ratios), kl_estimates(log_ratios)
+    shown = ratios if len(ratios) and np.isfinite(ratios).all() else np.array([math.nan])
     total = float(mass.sum())
-    return {
-        "n_tokens": len(rows),
-        "n_nonfinite": int(np.count_nonzero(~np.isfinite(log_ratios))),
-        **{name: float(flags[name].mean()) for name in FLAGS},
-        "ratio_mean": shown.mean(),
-        "ratio_min": shown.min(),
-        "ratio_max": shown.max(),
-        "beyond_twice": float(beyond.mean()),
-        **kl_estimates(log_ratios),
-        "ess_frac": effective_samples(log_ratios),
-        "removed_mass": float(mass[flags["removed"]].sum()) / total if total and np.isfinite(total) else math.nan,
-        "clip_floor": float(clipped_at_start(rows, rule).mean()),
-    }
+    return ClipNumbers(
+        n_tokens=len(tokens),
+        n_nonfinite=int(np.count_nonzero(~np.isfinite(log_ratios))),
+        ratio_mean=float(shown.mean()),
+        ratio_min=float(shown.min()),
+        ratio_max=float(shown.max()),
+        beyond_twice=share((ratios > 1.0 + 2.0 * rule.high) | (ratios < 1.0 - 2.0 * rule.low)),
+        k1=estimates.k1,
+        k3=estimates.k3,
+        ess_frac=effective_samples(log_ratios),
+        removed_mass=float(mass[flags.removed].sum()) / total if total and np.isfinite(total) else math.nan,
+        clip_floor=share(clipped_at_start(tokens, rule)),
+        n_value_tokens=len(values.value_outside),
+        value_outside=share(values.value_outside),
+        value_removed=share(values.value_removed),
+    )
 
 
-def clip_step(item: IterationRows) -> pd.DataFrame:
-    """Return one row per step and subset of tokens: rates of flags, ratios, KL, effective sample size, gradient mass.
+def clip_step(loaded: IterationRows) -> pd.DataFrame:
+    """Return a row per step and subset of its tokens: a `SubsetOfStep`, its `ClipNumbers` and its share of each flag.
 
-    The subsets are all tokens, tokens with A > 0 and tokens with A < 0. A rate is a share of the subset's tokens. It is
-    NaN if the subset is empty or the policy took no step. Other columns are
-
-        removed_mass: share of the sum of `surrogate_mass` that the clip removed
-        beyond_twice: share of tokens beyond twice the clip range
-        clip_floor: share of tokens in `clipped_at_start`
-        k1, k3: `kl_estimates`
-        value_outside, value_removed: `value_flags`
+    The subsets are all tokens, tokens with A > 0 and tokens with A < 0. A share is of the tokens of the subset.
     """
-    policy, moved = policy_rows(item), item.rows[item.rows["new_values"].notna()]
-    policy_steps, value_steps = (rows.groupby(STEP_KEY).indices for rows in (policy, moved))
-    table = []
-    for number, step in enumerate(zip(item.steps["epoch"], item.steps["minibatch"], strict=True)):
-        key = {"iteration": item.iteration, "epoch": step[0], "minibatch": step[1], "step": number}
-        of_policy, of_value = policy.iloc[policy_steps.get(step, [])], moved.iloc[value_steps.get(step, [])]
+    policy, value = policy_rows(loaded), _value_rows(loaded)
+    policy_steps, value_steps = policy.groupby(STEP_KEY).indices, value.groupby(STEP_KEY).indices
+    rows = []
+    for number, step in enumerate(zip(loaded.steps["epoch"], loaded.steps["minibatch"], strict=True)):
+        policy_step, value_step = policy.iloc[policy_steps.get(step, [])], value.iloc[value_steps.get(step, [])]
         for subset in SUBSETS:
-            numbers = _numbers(of_policy[_is_in(subset, of_policy)], item.rule)
-            values = value_flags(of_value[_is_in(subset, of_value)], item.value_reach)
-            table.append({**key, "subset": subset, **numbers, "n_value_tokens": len(values), **values.mean()})
-    return pd.DataFrame(table)
+            tokens = policy_step[_is_in(subset, policy_step)]
+            values = value_flags(value_step[_is_in(subset, value_step)], loaded.value_reach)
+            flags = token_flags(tokens, loaded.rule)
+            key = SubsetOfStep(loaded.iteration, *step, number, subset)
+            rows.append((*key, *_numbers(tokens, flags, values, loaded.rule), *map(share, flags)))
+    return pd.DataFrame(rows, columns=[*SubsetOfStep._fields, *ClipNumbers._fields, *FLAGS])
 
 
-def clip_bucket(item: IterationRows) -> pd.DataFrame:
-    """Return the rates of FLAGS by probability under the anchor, by entropy and by position, over all policy steps.
+class ClipBucket(NamedTuple):
+    """Tokens of policy steps in a bucket [lo, hi): the first columns of `clip_bucket`."""
 
-    Columns: iteration, kind (prob, entropy, position), subset (SUBSETS), lo, hi (bins [lo, hi); the last bin includes
-    hi), n_tokens, FLAGS. Bins without tokens have no row; a value of NaN has no bin.
-    """
-    rows = policy_rows(item)
-    flags = token_flags(rows, item.rule)[list(FLAGS)]
+    iteration: int
+    kind: str  # prob (under the anchor), entropy or position
+    subset: str  # of SUBSETS
+    lo: float
+    hi: float  # which the last bucket of a kind includes
+    n_tokens: int
+
+
+def clip_bucket(loaded: IterationRows) -> pd.DataFrame:
+    """Return a row per `ClipBucket` that has tokens, with its share of each flag; a value of NaN is in no bucket."""
+    tokens = policy_rows(loaded)
+    flags = token_flags(tokens, loaded.rule)
     kinds = {
-        "prob": (np.exp(column(rows, "anchor_logprobs")), PROBABILITIES),
-        "entropy": (column(rows, "entropies"), ENTROPIES),
-        "position": (column(rows, "position"), DOUBLING),
+        "prob": (np.exp(column(tokens, "anchor_logprobs")), PROBABILITIES),
+        "entropy": (column(tokens, "entropies"), ENTROPIES),
+        "position": (column(tokens, "position"), DOUBLING),
     }
-    tables = []
+    rows = []
     for kind, (values, edges) in kinds.items():
-        codes, lows = bucket_of(values, edges), np.array(edges)
+        codes = bucket_of(values, edges)
         for subset in SUBSETS:
-            where = _is_in(subset, rows) & (codes >= 0)
-            groups = flags[where].groupby(codes[where])
-            table = groups.mean()
-            bins = table.index.to_numpy(np.int64)
-            table = table.assign(iteration=item.iteration, kind=kind, subset=subset, n_tokens=groups.size())
-            tables.append(table.assign(lo=lows[bins], hi=lows[bins + 1]))
-    names = ["iteration", "kind", "subset", "lo", "hi", "n_tokens", *FLAGS]
-    return pd.concat(tables, ignore_index=True)[names]
+            is_in = _is_in(subset, tokens) & (codes >= 0)
+            for code in np.unique(codes[is_in]):
+                chosen = is_in & (codes == code)
+                bucket = ClipBucket(loaded.iteration, kind, subset, edges[code], edges[code + 1], int(chosen.sum()))
+                rows.append((*bucket, *(share(flag[chosen]) for flag in flags)))
+    return pd.DataFrame(rows, columns=[*ClipBucket._fields, *FLAGS])
 
 
 # the tables and numbers of a run
@@ -236,9 +279,9 @@ def clip_tables(
     Raises UserError if records are missing, or if the run clips nothing and there is no band.
     """
     steps, buckets = [], []
-    for item in load_iterations(run_dir, iterations=iterations, band=band):
-        steps.append(clip_step(item))
-        buckets.append(clip_bucket(item))
+    for loaded in load_iterations(run_dir, iterations=iterations, band=band):
+        steps.append(clip_step(loaded))
+        buckets.append(clip_bucket(loaded))
     return ClipTables(pd.concat(steps, ignore_index=True), pd.concat(buckets, ignore_index=True))
 
 
@@ -266,8 +309,8 @@ class EarlyStop(NamedTuple):
 def early_stop(by_step: pd.DataFrame, target_kl: float) -> pd.DataFrame:
     """Return an `EarlyStop` per iteration and estimate: it stops at the first step whose estimate exceeds `target_kl`.
 
-    The rows `all` of `clip_step` have the estimates, k1 and k3 of KL(anchor || new), token means in nats. The records
-    cannot say what would have followed a stop. Raises UserError for a target that is not positive.
+    The rows `all` of `clip_step` have the `KlEstimates`. The records cannot say what would have followed a stop. Raises
+    UserError for a target that is not positive.
     """
     require_target_kl(target_kl)
     stops = []
@@ -286,7 +329,7 @@ class RunClipping(NamedTuple):
     n_tokens: int  # visits: a token counts once in each step
     n_steps: int
     n_iterations: int
-    outside: float  # means of FLAGS
+    outside: float  # a field for each of FLAGS
     clip_high: float
     clip_low: float
     wrong_high: float
@@ -309,7 +352,6 @@ def over_all_steps(by_step: pd.DataFrame) -> RunClipping:
     """Return the numbers of a whole run, from the rows `all` of `clip_step`."""
     steps = _steps_taken(by_step)
     averaged = (*FLAGS, "beyond_twice", "clip_floor", *ESTIMATES)
-    means = {name: float(np.average(steps[name], weights=steps["n_tokens"])) for name in averaged}
     return RunClipping(
         n_tokens=int(steps["n_tokens"].sum()),
         n_steps=len(steps),
@@ -319,5 +361,5 @@ def over_all_steps(by_step: pd.DataFrame) -> RunClipping:
         ratio_min=float(steps["ratio_min"].min()),
         ratio_max=float(steps["ratio_max"].max()),
         removed_mass=float(steps["removed_mass"].mean()),
-        **means,
+        **{name: float(np.average(steps[name], weights=steps["n_tokens"])) for name in averaged},
     )

@@ -48,7 +48,7 @@ def test_the_step_table_by_hand() -> None:
     assert row["k3"] == pytest.approx(-np.log(0.75) / 3)  # the ratios' mean is 1
     assert (row["ess_frac"], row["clip_floor"]) == (pytest.approx(9 / (3 * 3.5)), 0)
     # x^2 / 2; in float32 exp(x) - 1 - x would be noise
-    assert kl_estimates(np.full(9, 1e-7))["k3"] == pytest.approx(5e-15, rel=1e-6)
+    assert kl_estimates(np.full(9, 1e-7)).k3 == pytest.approx(5e-15, rel=1e-6)
     assert effective_samples(np.array([0.0, 800.0])) == pytest.approx(0.5)
     odd = whole(clip_step(single([np.inf, np.nan, 0.0, 0.1], [1.0, 1.0, 1.0, 1.0]))).iloc[0]
     assert odd["n_nonfinite"] == 2

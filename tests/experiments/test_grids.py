@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 import torch
 
-from ppo_repro.analysis.clip_flags import token_flags
+from ppo_repro.analysis.clip_flags import Flags, token_flags
 from ppo_repro.analysis.clipping import clip_tables, load_iterations, over_all_steps, policy_rows
 from ppo_repro.analysis.figures import differences_figure
 from ppo_repro.analysis.grid_outcomes import (
@@ -118,9 +118,10 @@ GROUPS = (
 def test_a_ratio_is_outside_the_band_whatever_the_advantage(tmp_path: Path) -> None:
     """In a group of equal scores every advantage is 0, and no gradient is there to be removed."""
     run_dir = tiny_run(tmp_path, *GROUPS)
-    flags = pd.concat([token_flags(policy_rows(item), item.rule) for item in load_iterations(run_dir)])
-    assert flags["outside_without_advantage"].any()
-    assert clip_shares_of_cell(run_dir) == (flags["removed"].mean(), flags["outside"].mean())
+    of_iterations = [token_flags(policy_rows(item), item.rule) for item in load_iterations(run_dir)]
+    flags = Flags(*map(np.concatenate, zip(*of_iterations, strict=True)))
+    assert flags.outside_without_advantage.any()
+    assert clip_shares_of_cell(run_dir) == (flags.removed.mean(), flags.outside.mean())
 
 
 @pytest.mark.parametrize("kind", ["cispo, cap: 1.1, floor: 0.9", "unclipped"])

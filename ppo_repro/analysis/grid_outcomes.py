@@ -6,26 +6,26 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import pandas as pd
 
 from ppo_repro.analysis.clip_flags import clipped_at_start, is_outside, recorded_clipped
-from ppo_repro.analysis.clip_rules import clip_rule, token_rule
+from ppo_repro.analysis.clip_rules import ClipRule, clip_rule
 from ppo_repro.analysis.iterations import own_iterations
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.output import say
-from ppo_repro.config.algorithm import FunctionObjective
+from ppo_repro.config.algorithm import FunctionObjective, PPOConfig
 from ppo_repro.records import reader
 from ppo_repro.records.folder import load_recorded_config
 from ppo_repro.records.grid import CELLS, axes_of, read_grid_table
 from ppo_repro.records.logprob_pairs import deltas
 from ppo_repro.records.manifest import Manifest
+from ppo_repro.records.schema import ITERATIONS
 from ppo_repro.statistics.kl import k3
 
 LAST_FEW = FIRST_FEW = 5  # iterations
-AT_THE_START, AT_THE_END = slice(FIRST_FEW), slice(-LAST_FEW, None)
 ACCURACY = "eval_accuracy"
 MISMATCH_TOKEN_COLUMNS = ("old_logprobs", "rollout_logprobs", "advantages")
 
@@ -44,17 +44,21 @@ class Measure:
     may_be_missing: bool = False  # whether runs or iterations may lack it, as those without a value model or a clip
 
 
+def _average(column: str, form: str, meaning: str, when: Literal["first", "last"]) -> Measure:
+    """Return the measure that is the mean of a column of `iterations` over the first or last iterations of a run."""
+    count, rows = (FIRST_FEW, slice(FIRST_FEW)) if when == "first" else (LAST_FEW, slice(-LAST_FEW, None))
+    (recorded,) = ITERATIONS.named(column)
+    return Measure(column, form, f"{meaning}, {when} {count} iterations", rows, may_be_missing=recorded.nullable)
+
+
 MEASURES = {
     measure.name: measure
     for measure in (
         Measure(ACCURACY, "{:.3f}", "greedy accuracy on held-out prompts after training"),
-        Measure("score_mean", "{:.3f}", f"mean score of the sampled responses, last {LAST_FEW} iterations", AT_THE_END),
-        Measure("ref_kl_per_sequence", "{:.2f}",
-            f"KL(policy || reference), exact, seq_mean_token_sum, nats, last {LAST_FEW} iterations", AT_THE_END),
-        Measure("entropy", "{:.2f}",
-            f"entropy of the policy, token mean, nats, last {LAST_FEW} iterations", AT_THE_END),
-        Measure("explained_variance", "{:.2f}",
-            f"explained variance of the value model, first {FIRST_FEW} iterations", AT_THE_START, may_be_missing=True),
+        _average("score_mean", "{:.3f}", "mean score of the sampled responses", "last"),
+        _average("ref_kl_per_sequence", "{:.2f}", "KL(policy || reference), exact, seq_mean_token_sum, nats", "last"),
+        _average("entropy", "{:.2f}", "entropy of the policy, token mean, nats", "last"),
+        _average("explained_variance", "{:.2f}", "explained variance of the value model", "first"),
         Measure("k3", "{:.1e}", "KL(rollout || old) by k3, token mean, nats, all iterations"),
         Measure("clip_floor", "{:.2%}",
             "share of response tokens whose gradient the clip would remove before any step, by mismatch alone",
@@ -82,32 +86,34 @@ class CellMismatch(NamedTuple):
     clip_floor: float
 
 
-def _recorded_ranges(run_dir: Path, recorded: Manifest) -> list[tuple[int, float]]:
-    """Return each iteration that the run itself computed, and its column `clip_range`, NaN if that is fixed."""
-    columns, computed = ["iteration", "clip_range"], own_iterations(run_dir, recorded, None)
-    rows = reader.read_iterations(run_dir, iterations=computed, columns=columns, recorded=recorded)
-    return [(int(iteration), float(clip_range)) for iteration, clip_range in rows[columns].itertuples(index=False)]
+def _computed_rules(run_dir: Path, recorded: Manifest, ppo: PPOConfig) -> dict[int, ClipRule | None]:
+    """Return the `clip_rule` of each iteration that the run itself computed, by iteration."""
+    computed = own_iterations(run_dir, recorded, None)
+    columns = ["iteration", "clip_range"]
+    rows = reader.read_iterations(run_dir, iterations=computed, columns=columns, recorded=recorded)[columns]
+    return {int(iteration): clip_rule(ppo, float(clip_range)) for iteration, clip_range in rows.itertuples(index=False)}
 
 
 def clip_shares_of_cell(run_dir: Path) -> ClipShares:
     """Return the clipped shares of a run, over the iterations that the run itself computed.
 
-    The ratio is the recorded one, so `sequence_clip` counts the tokens of responses outside its band. Both shares are 0
-    if the objective clips nothing, as `cispo`. Your own objective has no known band, so `outside_fraction` is
-    NaN; both are NaN if the objective does not say which tokens it cut.
+    The settings of a grid may have any objective, so the shares count recorded flags and ratios. The recorded ratio of
+    `sequence_clip` is the ratio of the response. Both shares are 0 if the objective clips nothing, as `cispo`. Your own
+    objective has no known band, so `outside_fraction` is NaN. Both are NaN if it does not say which tokens it cut.
     """
-    # the settings of a grid may have any objective, so these shares count what the run recorded; `removed` and
-    # `outside` of `clipping` are computed again, by the ratio of each token or by another clip range
-    recorded, ppo = reader.open_manifest(run_dir), load_recorded_config(run_dir).ppo
-    count, removed, outside = 0, 0, math.nan if isinstance(ppo.objective, FunctionObjective) else 0.0
-    for iteration, clip_range in _recorded_ranges(run_dir, recorded):
-        visits = reader.read_updates(
-            run_dir, iterations=[iteration], columns=["clip_flag", "ratios"], recorded=recorded
-        ).dropna(subset="clip_flag")
+    recorded = reader.open_manifest(run_dir)
+    ppo = load_recorded_config(run_dir).ppo
+    count = removed = 0
+    outside = math.nan if isinstance(ppo.objective, FunctionObjective) else 0.0
+    for iteration, rule in _computed_rules(run_dir, recorded, ppo).items():
+        columns = ["clip_flag", "ratios"]
+        updates = reader.read_updates(run_dir, iterations=[iteration], columns=columns, recorded=recorded)
+        visits = updates.dropna(subset="clip_flag")  # null where the policy took no step
         if (visits["clip_flag"] == "unknown").any():
             return ClipShares(math.nan, math.nan)
-        count, removed = count + len(visits), removed + int(recorded_clipped(visits["clip_flag"]).sum())
-        if (rule := clip_rule(ppo, clip_range)) is not None:
+        count += len(visits)
+        removed += int(recorded_clipped(visits["clip_flag"]).sum())
+        if rule is not None:
             outside += float(is_outside(visits["ratios"].to_numpy(np.float32), rule).sum())
     return ClipShares(removed / count, outside / count)
 
@@ -119,14 +125,15 @@ def mismatch_of_cell(run_dir: Path) -> CellMismatch:
     objective does not clip each token's ratio, or if a ratio is NaN. Unlike the k3 of METRICS, k3 is infinite or NaN if
     a log-prob is.
     """
-    recorded, ppo = reader.open_manifest(run_dir), load_recorded_config(run_dir).ppo
+    recorded = reader.open_manifest(run_dir)
+    ppo = load_recorded_config(run_dir).ppo
     count, k3_sum, removed = 0, 0.0, 0.0
-    for iteration, clip_range in _recorded_ranges(run_dir, recorded):
+    for iteration, rule in _computed_rules(run_dir, recorded, ppo).items():
         tokens = reader.read_tokens(run_dir, iterations=[iteration], columns=MISMATCH_TOKEN_COLUMNS, recorded=recorded)
+        delta = deltas(tokens)
         count += len(tokens)
-        apart, rule = deltas(tokens), token_rule(ppo, clip_range)
-        k3_sum += float(k3(-apart).sum())
-        if rule is None or (rule.anchor == "rollout" and np.isnan(apart).any()):
+        k3_sum += float(k3(-delta).sum())
+        if rule is None or rule.unit != "token" or (rule.anchor == "rollout" and np.isnan(delta).any()):
             removed = math.nan
         else:
             removed += float(clipped_at_start(tokens, rule).sum())
@@ -138,8 +145,11 @@ def averaged_measures(rows: pd.DataFrame) -> dict[str, float]:
 
     An iteration may lack a measure with `may_be_missing`. Otherwise the mean is NaN if an iteration has no number.
     """
-    averaged = [(measure, measure.averaged) for measure in MEASURES.values() if measure.averaged is not None]
-    return {m.name: float(rows[m.name].iloc[which].mean(skipna=m.may_be_missing)) for m, which in averaged}
+    return {
+        measure.name: float(rows[measure.name].iloc[measure.averaged].mean(skipna=measure.may_be_missing))
+        for measure in MEASURES.values()
+        if measure.averaged is not None
+    }
 
 
 def measures_of(run_dir: Path) -> dict[str, float]:
@@ -162,7 +172,8 @@ def complete_cells(grid: Path, needed: Sequence[str] = ()) -> pd.DataFrame:
 
     Raises UserError if the grid has no table, no complete cell, or not all of the `needed` columns.
     """
-    table, path = read_grid_table(grid / CELLS), grid / CELLS
+    path = grid / CELLS
+    table = read_grid_table(path)
     if missing := [name for name in ("state", "run_dir", "seed", "fingerprint", *needed) if name not in table]:
         raise UserError(f"{path}: has no column {', '.join(missing)}; give a grid of runs on language models")
     cells = table[table["state"] == "complete"].reset_index(drop=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from functools import reduce
 from operator import add
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -53,12 +53,12 @@ def run_agreement(run_dir: Path | str) -> Agreement:
     """
     recorded = reader.open_manifest(run_dir)
 
-    def of_one(iteration: int) -> Agreement:
+    def count(iteration: int) -> Agreement:
         tokens = reader.read_tokens(run_dir, iterations=[iteration], columns=TOKENS_COMPARED, recorded=recorded)
         updates = reader.read_updates(run_dir, iterations=[iteration], columns=UPDATES_COMPARED, recorded=recorded)
         return agreement_of(tokens, updates)
 
-    return reduce(add, map(of_one, recorded.own_iterations))
+    return reduce(add, map(count, recorded.own_iterations))
 
 
 def agreement_of(tokens: pd.DataFrame, updates: pd.DataFrame) -> Agreement:
@@ -66,19 +66,30 @@ def agreement_of(tokens: pd.DataFrame, updates: pd.DataFrame) -> Agreement:
     joined = updates.merge(tokens, on=TOKEN_KEY, how="left", validate="many_to_one")
     rollout, old = (_float32(tokens, name) for name in ("rollout_logprobs", "old_logprobs"))
     is_first = (joined["epoch"] == 0) & (joined["minibatch"] == 0)
-    ratios, values, again = _of_steps(joined)
+    every = _step_numbers(joined)
     return Agreement(
-        **iteration_agreement(rollout, old, *_of_steps(joined[is_first]))._asdict(),
+        **iteration_agreement(rollout, old, *_step_numbers(joined[is_first]))._asdict(),
         tokens=len(tokens),
         first_minibatch_tokens=int(is_first.sum()),
         update_rows=len(joined),
-        unequal_ratios=int(unequal_bits(ratios, np.ones_like(ratios)).sum()),
-        unequal_update_values=int(unequal_bits(again, values).sum()),
+        unequal_ratios=int(unequal_bits(every.ratios, np.ones_like(every.ratios)).sum()),
+        unequal_update_values=int(unequal_bits(every.new_values, every.values).sum()),
     )
 
 
-def _of_steps(rows: pd.DataFrame) -> tuple[Float32, Float32, Float32]:
-    """Return the ratios of the policy's steps, and values and new values of the value model's steps."""
+class _StepNumbers(NamedTuple):
+    """Ratios of the policy's steps, and values before and in the value model's steps."""
+
+    ratios: Float32
+    values: Float32
+    new_values: Float32
+
+
+def _step_numbers(rows: pd.DataFrame) -> _StepNumbers:
     # a ratio may be a recorded NaN, so only clip_flag says that the policy took a step; value steps have no flag
-    of_policy, of_value = rows[rows["clip_flag"].notna()], rows[rows["new_values"].notna()]
-    return _float32(of_policy, "ratios"), _float32(of_value, "values"), _float32(of_value, "new_values")
+    value_rows = rows[rows["new_values"].notna()]
+    return _StepNumbers(
+        ratios=_float32(rows[rows["clip_flag"].notna()], "ratios"),
+        values=_float32(value_rows, "values"),
+        new_values=_float32(value_rows, "new_values"),
+    )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -41,7 +42,8 @@ class Remedy:
             weights = self.importance_weights
             return f"{weights.level} [{weights.lowest:g}, {weights.highest:g}]"
         return ", ".join(
-            f"{e.level} [{e.low:g}, {e.high:g}]" if isinstance(e, RatioRejection) else e.kind for e in self.rejection
+            f"{rule.level} [{rule.low:g}, {rule.high:g}]" if isinstance(rule, RatioRejection) else rule.kind
+            for rule in self.rejection
         )
 
 
@@ -76,9 +78,10 @@ def _sums(remedy: Remedy, sampled: Float32, old: Float32, response: npt.NDArray[
     """
     lengths = torch.from_numpy(np.bincount(response))
     corrected = _corrections(remedy, torch.from_numpy(old), torch.from_numpy(sampled), lengths)
-    weights, is_weightless = corrected.weights.numpy().astype(np.float64), removes_loss(corrected.changes).numpy()
+    weights = corrected.weights.numpy().astype(np.float64)
+    is_weightless = removes_loss(corrected.changes).numpy()
     divergence = k3(sampled.astype(np.float64) - old.astype(np.float64))
-    of_tokens = {
+    columns = {
         "tokens": np.ones(len(response)),
         "changed": (corrected.changes != Correction.NONE).numpy(),
         "weightless": is_weightless,
@@ -87,25 +90,33 @@ def _sums(remedy: Remedy, sampled: Float32, old: Float32, response: npt.NDArray[
         "k3": divergence,
         "k3_kept": np.where(is_weightless, 0.0, divergence),
     }
-    return pd.DataFrame({name: np.bincount(response, values) for name, values in of_tokens.items()})
+    return pd.DataFrame({name: np.bincount(response, values) for name, values in columns.items()})
+
+
+class RemedyEffect(NamedTuple):
+    """What a remedy would have done to all tokens: a row of `remedy_table`."""
+
+    remedy: str
+    bounds: str
+    tokens_changed: float  # share of tokens whose weight is bounded or 0
+    tokens_weightless: float  # share of tokens whose weight is 0
+    responses_changed: float  # share of responses with a changed token
+    responses_weightless: float  # share of responses in which every weight is 0
+    weight_mean: float  # mean weight w, whose logarithm the trainer bounds to [-87, 88]
+    ess_frac: float  # effective sample size per token, (sum w)^2 / (n sum w^2)
+    k3: float  # KL(a || b), nats, token mean
+    k3_kept: float  # k3 over tokens whose weight is not 0
 
 
 def remedy_table(pairs: Iterable[pd.DataFrame], remedies: Sequence[Remedy] = PUBLISHED) -> pd.DataFrame:
-    """Return one row per remedy, over all tokens. Raises UserError if there is no token.
+    """Return a `RemedyEffect` per remedy. Responses with a token that is not finite are left out.
 
-    Responses with a token that is not finite are left out. The columns are remedy, bounds, and
-
-        tokens_changed: share of tokens whose weight is bounded or 0
-        tokens_weightless: share of tokens whose weight is 0
-        responses_changed: share of responses with a changed token
-        responses_weightless: share of responses in which every weight is 0
-        weight_mean: mean weight w, whose logarithm the trainer bounds to [-87, 88]
-        ess_frac: effective sample size per token, (sum w)^2 / (n sum w^2)
-        k3: KL(a || b), nats, token mean
-        k3_kept: k3 over tokens whose weight is not 0
+    Raises UserError if there is no token.
     """
     sums: list[list[pd.DataFrame]] = []  # by chunk and remedy
-    for chunk in (pair for pair in pairs if len(pair)):  # a mask may have removed all tokens of an iteration
+    for chunk in pairs:
+        if not len(chunk):  # a mask may have removed all tokens of an iteration
+            continue
         a, b = (chunk[name].to_numpy(np.float32) for name in ("logprobs_a", "logprobs_b"))
         response = chunk.groupby(["iteration", "sequence"]).ngroup().to_numpy()
         complete = (np.bincount(response, ~(np.isfinite(a) & np.isfinite(b))) == 0)[response]
@@ -114,22 +125,23 @@ def remedy_table(pairs: Iterable[pd.DataFrame], remedies: Sequence[Remedy] = PUB
     if not sums:
         raise UserError(NO_TOKEN)
     by_remedy = zip(remedies, zip(*sums, strict=True), strict=True)
-    return pd.DataFrame([_row(remedy, pd.concat(parts)) for remedy, parts in by_remedy])
+    return pd.DataFrame([_effect(remedy, pd.concat(parts)) for remedy, parts in by_remedy])
 
 
-def _row(remedy: Remedy, responses: pd.DataFrame) -> dict[str, object]:
+def _effect(remedy: Remedy, responses: pd.DataFrame) -> RemedyEffect:
     total = {str(name): exact_sum(responses[name].to_numpy(np.float64)) for name in responses}
-    tokens, kept = total["tokens"] or math.nan, total["tokens"] - total["weightless"]
+    tokens = total["tokens"] or math.nan
+    kept = total["tokens"] - total["weightless"]
     changed, weightless, length = (responses[name].to_numpy(np.float64) for name in ("changed", "weightless", "tokens"))
-    return {
-        "remedy": remedy.name,
-        "bounds": remedy.bounds,
-        "tokens_changed": total["changed"] / tokens,
-        "tokens_weightless": total["weightless"] / tokens,
-        "responses_changed": mean((changed > 0).astype(np.float64)).value,
-        "responses_weightless": mean((weightless == length).astype(np.float64)).value,
-        "weight_mean": total["weight"] / tokens,
-        "ess_frac": effective_share(total["weight"], total["weight_sq"], tokens),
-        "k3": total["k3"] / tokens,
-        "k3_kept": total["k3_kept"] / kept if kept else math.nan,
-    }
+    return RemedyEffect(
+        remedy=remedy.name,
+        bounds=remedy.bounds,
+        tokens_changed=total["changed"] / tokens,
+        tokens_weightless=total["weightless"] / tokens,
+        responses_changed=mean((changed > 0).astype(np.float64)).value,
+        responses_weightless=mean((weightless == length).astype(np.float64)).value,
+        weight_mean=total["weight"] / tokens,
+        ess_frac=effective_share(total["weight"], total["weight_sq"], tokens),
+        k3=total["k3"] / tokens,
+        k3_kept=total["k3_kept"] / kept if kept else math.nan,
+    )

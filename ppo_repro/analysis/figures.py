@@ -68,7 +68,9 @@ def band(rows: pd.DataFrame, measure: str, axes: Axes, label: str) -> None:
 
 def agreement_figure(runs: Sequence[Path], axes: Axes | None = None) -> Axes:
     """Draw the share of tokens whose log-probs differ between sampler and trainer, by iteration."""
-    axes, curves, columns = axes or new_axes()[0], [], ["iteration", "tokens", "unequal_old_rollout_logprobs"]
+    axes = axes or new_axes()[0]
+    curves = []
+    columns = ["iteration", "tokens", "unequal_old_rollout_logprobs"]
     for folder in runs:
         recorded = reader.open_manifest(folder)
         computed = own_iterations(folder, recorded, None)
@@ -78,8 +80,7 @@ def agreement_figure(runs: Sequence[Path], axes: Axes | None = None) -> Axes:
         unequal = rows["unequal_old_rollout_logprobs"]
         label = f"{mode}: {int(unequal.sum()):,} of {int(rows['tokens'].sum()):,}"
         band(rows.assign(percent=100 * unequal / rows["tokens"]), "percent", axes, label)
-    title = "Tokens whose log-probs differ in any bit"
-    axes.set(title=title, xlabel="iteration", ylabel="sampler ≠ trainer, %")
+    axes.set(title="Tokens whose log-probs differ in any bit", xlabel="iteration", ylabel="sampler ≠ trainer, %")
     axes.set_ylim(bottom=0)
     axes.legend()
     return axes
@@ -89,17 +90,18 @@ def mismatch_figure(runs: Sequence[Path], axes: Axes | None = None) -> Axes:
     """Draw per run the share of tokens whose log-probs differ by more than x nats between sampler and trainer."""
     axes = axes or new_axes(7.0, 3.3 + 0.2 * len(runs))[0]
     for folder in runs:
-        recorded, columns = reader.open_manifest(folder), ["rollout_logprobs", "old_logprobs"]
+        recorded = reader.open_manifest(folder)
         computed = own_iterations(folder, recorded, None)
+        columns = ["rollout_logprobs", "old_logprobs"]
         tokens = reader.read_tokens(folder, iterations=computed, columns=columns, recorded=recorded)
-        apart, name = np.abs(deltas(tokens)), sampler_of(load_recorded_config(folder))
+        distances = np.abs(deltas(tokens))
         # one point per token that differs; a logarithmic axis has no place for the others
-        drawn = np.sort(apart[np.isfinite(apart) & (apart > 0)])[::-1]
+        drawn = np.sort(distances[np.isfinite(distances) & (distances > 0)])[::-1]
         most = f", by {drawn[0]:.2g} at most" if len(drawn) else ""
-        label = f"{name}: {len(drawn):,} of {len(apart):,} differ{most}"
-        if lost := int(np.count_nonzero(~np.isfinite(apart))):
+        label = f"{sampler_of(load_recorded_config(folder))}: {len(drawn):,} of {len(distances):,} differ{most}"
+        if lost := int(np.count_nonzero(~np.isfinite(distances))):
             label += f" ({lost} not finite)"
-        axes.plot(drawn, 100 * np.arange(1, len(drawn) + 1) / len(apart), label=label)
+        axes.plot(drawn, 100 * np.arange(1, len(drawn) + 1) / len(distances), label=label)
     axes.set(title="Mismatch of sampler and trainer", ylabel="tokens further apart, %", xscale="log")
     axes.set_xlabel("difference of the log-probs, nats")
     axes.legend(loc="upper center", bbox_to_anchor=(0.45, -0.15))
@@ -147,15 +149,15 @@ def differences_figure(cells: pd.DataFrame, measure: str, axes: Axes | None = No
     there is one setting, or if settings have different seeds.
     """
     against = str(cells["point"].iloc[0])
-    compared = comparisons(cells, measure, against)
-    if compared.empty:
+    differences = comparisons(cells, measure, against)
+    if differences.empty:
         raise UserError("the complete cells have one setting, so nothing differs; draw `settings`")
-    axes = axes or new_axes(8.0, 1.0 + 0.3 * len(compared))[0]
-    reach = np.abs(compared[["ci_lo", "ci_hi"]].to_numpy().T - compared["difference"].to_numpy())
-    rows = range(len(compared))
-    axes.errorbar(compared["difference"], rows, xerr=reach, fmt="o", capsize=3)
+    axes = axes or new_axes(8.0, 1.0 + 0.3 * len(differences))[0]
+    reach = np.abs(differences[["ci_lo", "ci_hi"]].to_numpy().T - differences["difference"].to_numpy())
+    rows = range(len(differences))
+    axes.errorbar(differences["difference"], rows, xerr=reach, fmt="o", capsize=3)
     axes.axvline(0, color="0.4", linewidth=1)
-    names = compared["point"].where(compared["difference"].notna(), compared["point"] + " (not finite)")
+    names = differences["point"].where(differences["difference"].notna(), differences["point"] + " (not finite)")
     axes.set_yticks(rows, names)
     axes.invert_yaxis()
     axes.set(title=f"{measure} minus that of {against}, 95 % intervals", xlabel="difference")
@@ -164,13 +166,13 @@ def differences_figure(cells: pd.DataFrame, measure: str, axes: Axes | None = No
 
 def svg(axes: Axes) -> str:
     """Return the figure of the axes as SVG; equal figures give equal text."""
-    figure, buffer = axes.get_figure(root=True), io.StringIO()
+    figure = axes.get_figure(root=True)
     assert figure is not None
+    buffer = io.StringIO()
     figure.savefig(buffer, format="svg", metadata={"Date": None})
     width, height = (72 * inches for inches in figure.get_size_inches())
-    names = (
-        'xmlns="http://www.w3.org/2000/svg" data-generator="ppo-repro"',
-        'xmlns:xlink="http://www.w3.org/1999/xlink"',
-    )
     inside = buffer.getvalue().partition("<svg ")[2].partition(">")[2]
-    return f'<svg {names[0]} viewBox="0 0 {width:g} {height:g}" {names[1]} width="{width:g}">{inside}'
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" data-generator="ppo-repro" viewBox="0 0 {width:g} {height:g}"'
+        f' xmlns:xlink="http://www.w3.org/1999/xlink" width="{width:g}">{inside}'
+    )

@@ -32,7 +32,7 @@ def finite_of(values: npt.ArrayLike) -> tuple[Floats, str]:
     return finite, f" ({others} {NOT_FINITE})" if others else ""
 
 
-def _of_finite(values: npt.ArrayLike, text: Callable[[Floats], str], nothing: str = NOT_FINITE) -> str:
+def _finite_text(values: npt.ArrayLike, text: Callable[[Floats], str], nothing: str = NOT_FINITE) -> str:
     """Return the text of the finite values with the count of the others, or `nothing` if no value is finite."""
     finite, others = finite_of(values)
     return text(finite) + others if len(finite) else nothing
@@ -40,7 +40,7 @@ def _of_finite(values: npt.ArrayLike, text: Callable[[Floats], str], nothing: st
 
 def mean_alone(values: npt.ArrayLike, form: str, nothing: str = NOT_FINITE) -> str:
     """Return the mean as text, or `nothing` if no value is finite."""
-    return _of_finite(values, lambda finite: form.format(finite.mean()), nothing)
+    return _finite_text(values, lambda finite: form.format(finite.mean()), nothing)
 
 
 def mean_and_half_width(values: npt.ArrayLike, form: str = FORM) -> str:
@@ -51,7 +51,7 @@ def mean_and_half_width(values: npt.ArrayLike, form: str = FORM) -> str:
         half = t_interval(mean, 0.95)[1] - mean.mean
         return form.format(mean.mean) if math.isnan(half) else f"{form} ± {form}".format(mean.mean, half)
 
-    return _of_finite(values, text)
+    return _finite_text(values, text)
 
 
 def mean_and_range(values: npt.ArrayLike, form: str = FORM) -> str:
@@ -62,7 +62,7 @@ def mean_and_range(values: npt.ArrayLike, form: str = FORM) -> str:
             return form.format(finite[0])
         return f"{form} ({form} to {form})".format(finite.mean(), finite.min(), finite.max())
 
-    return _of_finite(values, text)
+    return _finite_text(values, text)
 
 
 def mean_and_interval(values: npt.ArrayLike, form: str = FORM) -> str:
@@ -72,7 +72,7 @@ def mean_and_interval(values: npt.ArrayLike, form: str = FORM) -> str:
         mean = one_sample(finite)
         return with_interval(form, mean.mean, *t_interval(mean, 0.95))
 
-    return _of_finite(values, text)
+    return _finite_text(values, text)
 
 
 def with_interval(form: str, mean: float, low: float, high: float) -> str:

@@ -44,10 +44,10 @@ def mismatch_table(iterations: Iterable[IterationMismatch]) -> pd.DataFrame:
 
     Raises UserError if there is no token.
     """
-    parts = list(iterations)
-    if not any(len(one.sums.sequences) for one in parts):  # a mask may have removed all
+    measured = list(iterations)
+    if not any(len(part.sums.sequences) for part in measured):  # a mask may have removed all
         raise UserError(NO_TOKEN)
-    tables = [metric_table(one.sums).assign(iteration=one.iteration) for one in parts]
+    tables = [metric_table(part.sums).assign(iteration=part.iteration) for part in measured]
     return pd.concat(tables).set_index("iteration").reset_index()
 
 

@@ -39,17 +39,18 @@ def bucket_sums(tokens: pd.DataFrame) -> Buckets:
         return tokens[column].to_numpy().astype(np.float64)
 
     lengths = np.diff(np.append(clusters.sequence_starts(tokens), len(tokens)))
-    of_kind = {name: numbers(name) for name in ("position", LAG, TURN, ROUTE) if name in tokens}
-    of_kind["prob"] = np.exp(numbers("logprobs_a"))
-    of_kind["response_length"] = np.repeat(lengths, lengths).astype(np.float64)
+    kinds = {name: numbers(name) for name in ("position", LAG, TURN, ROUTE) if name in tokens}
+    kinds["prob"] = np.exp(numbers("logprobs_a"))
+    kinds["response_length"] = np.repeat(lengths, lengths).astype(np.float64)
     if "entropies" in tokens:
-        of_kind["entropy"] = numbers("entropies")
-    # a bucket has tokens of many responses; its metrics are of tokens, so one sum is enough
-    finite, together = tokens["finite"].to_numpy(), tokens.assign(iteration=0, sequence=0)
+        kinds["entropy"] = numbers("entropies")
+    is_finite = tokens["finite"].to_numpy()
+    # a bucket has tokens of many responses; its metrics are of tokens, so all count as one response
+    as_one_response = tokens.assign(iteration=0, sequence=0)
     sums: Buckets = {}
-    for kind, values in of_kind.items():
-        bucket = np.where(finite, bucket_of(values, BUCKET_EDGES[kind]), -1)
-        sums |= {(kind, k): mismatch_sums(together[bucket == k]) for k in np.unique(bucket).tolist() if k >= 0}
+    for kind, values in kinds.items():
+        bucket = np.where(is_finite, bucket_of(values, BUCKET_EDGES[kind]), -1)
+        sums |= {(kind, k): mismatch_sums(as_one_response[bucket == k]) for k in np.unique(bucket).tolist() if k >= 0}
     return sums
 
 

@@ -44,11 +44,11 @@ def run_pairs(
 
 
 def _old_and_first_new(run_dir: Path | str, recorded: Manifest, iteration: int) -> pd.DataFrame:
-    columns = [*TOKEN_KEY, "token_id", "old_logprobs", *OPTIONAL]
-    tokens = reader.read_tokens(run_dir, iterations=[iteration], columns=columns, recorded=recorded)
+    token_columns = [*TOKEN_KEY, "token_id", "old_logprobs", *OPTIONAL]
+    tokens = reader.read_tokens(run_dir, iterations=[iteration], columns=token_columns, recorded=recorded)
     # clip_flag is null exactly where the policy takes no step; new_logprobs can also be a recorded NaN
-    columns = [*TOKEN_KEY, "epoch", "new_logprobs", "clip_flag"]
-    updates = reader.read_updates(run_dir, iterations=[iteration], columns=columns, recorded=recorded)
+    update_columns = [*TOKEN_KEY, "epoch", "new_logprobs", "clip_flag"]
+    updates = reader.read_updates(run_dir, iterations=[iteration], columns=update_columns, recorded=recorded)
     first = updates[(updates["epoch"] == 0) & updates["clip_flag"].notna()][[*TOKEN_KEY, "new_logprobs"]]
     joined = tokens.merge(first, on=TOKEN_KEY, how="inner", validate="one_to_one")
     renamed = joined.rename(columns={"old_logprobs": "logprobs_a", "new_logprobs": "logprobs_b"})

@@ -52,15 +52,16 @@ def sign_flip(values: Floats, rng: np.random.Generator, draws: int = SIGN_FLIP_D
     on values that are not finite.
     """
     require_finite_samples(values)
-    n, count = len(values), min(2 ** len(values), draws + 1)
-    exact = 2**n == count
+    n = len(values)
     if n == 1:  # one value and its negative
         return Permutation(float(values[0]), 1.0, 2, True)
+    exact = 2**n <= draws + 1
+    relabellings = 2**n if exact else draws
     test = stats.permutation_test(
         (values,), lambda x, axis: x.mean(axis=axis), permutation_type="samples", vectorized=True,
-        n_resamples=count if exact else draws, rng=rng, batch=max(1, (1 << 21) // n),
+        n_resamples=relabellings, rng=rng, batch=max(1, (1 << 21) // n),
     )  # fmt: skip
-    return Permutation(float(values.mean()), float(test.pvalue), count if exact else draws, exact)
+    return Permutation(float(values.mean()), float(test.pvalue), relabellings, exact)
 
 
 def one_sample(values: Floats) -> Estimate:

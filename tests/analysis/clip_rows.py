@@ -56,12 +56,10 @@ def make_item(
         part["clip_flag"], part["value_clipped"], part["new_entropies"] = "none", False, -old
         part["loss_weights"], part["importance_weights"] = 1.0, np.nan
         part["new_values"] = np.zeros(count) if values is None else values[1][epoch]
+        part["exact_log_ratios"] = log_ratios[epoch]
         parts.append(part.sort_values(["minibatch", "sequence", "position"], kind="stable"))
     rows = join_tokens(tokens, pd.concat(parts, ignore_index=True), rule.anchor)
-    # exactly the requested log-ratios, without the rounding of + anchor - anchor
-    order = pd.DataFrame({"sequence": sequence, "position": position, "place": np.arange(count)})
-    place = rows[["sequence", "position"]].merge(order, on=["sequence", "position"], how="left")["place"]
-    rows["log_ratios"] = np.asarray(log_ratios, dtype=np.float64)[rows["epoch"], place]
+    rows["log_ratios"] = rows.pop("exact_log_ratios")  # without the rounding of + anchor - anchor
     steps = rows[["epoch", "minibatch"]].drop_duplicates().reset_index(drop=True)
     return IterationRows(0, rule, VALUE_REACH, steps, rows)
 

@@ -72,12 +72,12 @@ def test_the_floor_is_what_the_mismatch_alone_clips() -> None:
 def test_buckets_by_hand() -> None:
     old = np.log([0.95, 0.95, 0.2, 1.0])
     item = make_item([4], np.array([[0.0, 0.0, 1.0, 1.0]]), np.array([1.0, 1.0, 1.0, -1.0]), old_logprobs=old)
-    found = clip_bucket(item).query("kind == 'prob'").set_index(["subset", "lo"])
-    assert found["n_tokens"].to_dict() == {
+    buckets = clip_bucket(item).query("kind == 'prob'").set_index(["subset", "lo"])
+    assert buckets["n_tokens"].to_dict() == {
         ("all", 0.1): 1, ("all", 0.9): 2, ("all", 0.99): 1,
         ("adv_pos", 0.1): 1, ("adv_pos", 0.9): 2, ("adv_neg", 0.99): 1,
     }  # fmt: skip
-    assert found["removed"].tolist() == [1.0, 0.0, 0.0, 1.0, 0.0, 0.0]
+    assert buckets["removed"].tolist() == [1.0, 0.0, 0.0, 1.0, 0.0, 0.0]
     assert clip_bucket(item).query("kind == 'position' and subset == 'all'")["hi"].tolist() == [1.0, 2.0, 4.0]
     item.rows.loc[0, "entropies"] = np.nan  # in no bucket, so that no bucket counts it
     assert clip_bucket(item).query("kind == 'entropy' and subset == 'all'")["n_tokens"].sum() == 3
@@ -85,13 +85,13 @@ def test_buckets_by_hand() -> None:
 
 def test_tables_of_a_run_agree_with_what_training_recorded(native_run: Path) -> None:
     tables, steps = clip_tables(native_run), reader.read_steps(native_run)
-    own = whole(tables.by_step)
-    assert own["n_tokens"].tolist() == steps["tokens"].tolist()
+    by_step = whole(tables.by_step)
+    assert by_step["n_tokens"].tolist() == steps["tokens"].tolist()
     # recorded from float32 differences of log-probs, and for |x| > 1 from a float32 exponential
-    np.testing.assert_allclose(own["k3"], steps["approx_kl"], rtol=1e-5, atol=1e-12)
+    np.testing.assert_allclose(by_step["k3"], steps["approx_kl"], rtol=1e-5, atol=1e-12)
     # float32 against float64: a ratio within rounding of a bound, a value at equal distance from the return
-    assert (np.abs(own["removed"] - steps["clip_fraction"]) * own["n_tokens"]).sum() <= 2
-    assert (np.abs(own["value_removed"] - steps["value_clip_fraction"]) * own["n_value_tokens"]).sum() <= 2
+    assert (np.abs(by_step["removed"] - steps["clip_fraction"]) * by_step["n_tokens"]).sum() <= 2
+    assert (np.abs(by_step["value_removed"] - steps["value_clip_fraction"]) * by_step["n_value_tokens"]).sum() <= 2
     assert set(clip_tables(native_run, iterations=[1], band=(0.1, 0.1)).by_step["iteration"]) == {1}
 
 
@@ -109,11 +109,11 @@ def test_a_lean_run_has_no_surrogate_mass(tmp_path: Path, cli: Cli) -> None:
 def test_an_early_stop_by_hand() -> None:
     step = {"subset": "all", "n_tokens": 5, "iteration": [0, 0, 0, 1, 1], "step": [0, 1, 2, 3, 4]}
     kl = {"k1": [0.01, 0.03, 0.05, -0.03, 0.02], "k3": [0.0, 0.01, 0.02, 0.01, 0.05]}
-    found = early_stop(pd.DataFrame({**step, **kl}), 0.02).set_index(["iteration", "estimate"])
-    assert found["steps_taken"].to_dict() == {
+    stops = early_stop(pd.DataFrame({**step, **kl}), 0.02).set_index(["iteration", "estimate"])
+    assert stops["steps_taken"].to_dict() == {
         (0, "k1"): 2, (0, "k3"): 3, (1, "k1"): 2, (1, "k3"): 2,
     }  # fmt: skip
-    assert found["stopped"].tolist() == [True, False, False, True]
+    assert stops["stopped"].tolist() == [True, False, False, True]
     with pytest.raises(UserError, match="target_kl = 0: must be a positive number"):
         early_stop(pd.DataFrame(), 0.0)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import duckdb
 
-from ppo_repro.analysis.tokenization.recorded_tokenizer import RecordedTokenizer
+from ppo_repro.analysis.tokenization.recorded_tokenizer import RecordedTokenizer, load_tokenizer, tokenizer_path
 from ppo_repro.analysis.view.database import Judged, Responses
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.files import MANIFEST, folders_with
@@ -28,6 +28,14 @@ BATCH = 64  # iterations read at once
 LOOK_SECONDS = 1.0  # between two looks at the runs
 
 
+@dataclass(frozen=True)
+class LoadedTokenizer:
+    """The tokenizer of a run, with the time at which its file was changed."""
+
+    changed_ns: int
+    tokenizer: RecordedTokenizer
+
+
 @dataclass
 class IndexedRun:
     """One run: `read` counts the iterations that were read into the table; `damaged` has a line for each failure."""
@@ -43,7 +51,18 @@ class IndexedRun:
     read: int = 0
     is_gone: bool = False  # its folder was removed
     damaged: dict[int, str] = field(default_factory=dict)  # by iteration
-    tokenizer: tuple[int, RecordedTokenizer] | None = None  # after the first prompt; with the time of its file
+    loaded_tokenizer: LoadedTokenizer | None = None  # after the first prompt
+
+    def tokenizer(self) -> RecordedTokenizer | None:
+        """Return the tokenizer of the run, loaded once until its file changes; None if the run has none yet."""
+        path = tokenizer_path(self.folder)
+        if path is None:
+            return None
+        loaded = self.loaded_tokenizer
+        changed_ns = path.stat().st_mtime_ns
+        if loaded is None or loaded.changed_ns != changed_ns:  # another run may have the folder now
+            loaded = self.loaded_tokenizer = LoadedTokenizer(changed_ns, load_tokenizer(path))
+        return loaded.tokenizer
 
 
 def judged_by(reward: RewardConfig) -> Judged:
@@ -74,8 +93,12 @@ class Index:
     """
 
     def __init__(self, targets: Sequence[Path]) -> None:
-        self.targets, self.runs, self.version, self.others, self.failure = targets, list[IndexedRun](), 0, 0, ""
-        self._described: tuple[list[Setup], list[Setting]] = [], []
+        self.targets = targets
+        self.runs = list[IndexedRun]()
+        self.version = 0
+        self.others = 0  # folders of runs without responses, or that cannot be read
+        self.failure = ""
+        self._described: tuple[list[Setup], list[Setting]] = [], []  # the settings of these setups
         self.responses = Responses()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._follow, daemon=True)
@@ -143,7 +166,8 @@ class Index:
     def settings(self) -> list[tuple[IndexedRun, Setting]]:
         """Return each present run with its setting: its values of the fields in which runs differ."""
         runs = self.present()
-        setups, described = [run.setup for run in runs], self._described
+        setups = [run.setup for run in runs]
+        described = self._described
         if described[0] != setups:
             described = self._described = setups, settings_of(setups)
         return list(zip(runs, described[1], strict=True))
@@ -167,7 +191,8 @@ class Index:
     def _clear(self, run: IndexedRun) -> None:
         """Remove the responses of a run from the table."""
         self.responses.remove(run.number)
-        run.read, run.damaged = 0, {}
+        run.read = 0
+        run.damaged = {}
         self.version += 1
 
     def _read(self, run: IndexedRun) -> None:

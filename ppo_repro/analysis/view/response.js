@@ -9,15 +9,15 @@ async function choose(i, takesFocus) {
 }
 
 async function openResponse(place) {
-  const found = await ask("response", place);
-  if (!found) return;
-  state.chosen = placeOf(found.row);
-  showTexts(found);
-  showSamples(found);
+  const opened = await ask("response", place);
+  if (!opened) return;
+  state.chosen = placeOf(opened.row);
+  showTexts(opened);
+  showSamples(opened);
   at("difference").hidden = true;
-  at("diff").disabled = !state.marked || isSame(state.marked, found.row);
+  at("diff").disabled = !state.marked || isSame(state.marked, opened.row);
   at("one").hidden = false;
-  tokenView.load(found.tokens, tokenView.column());
+  tokenView.load(opened.tokens, tokenView.column());
   scrollToResponse();
 }
 
@@ -73,19 +73,19 @@ function markForDiff() {
 async function showDifference() {
   const { run, iteration, sequence } = state.chosen;
   const other = { other_run: run, other_iteration: iteration, other_sequence: sequence };
-  const found = await ask("diff", { ...state.marked, ...other });
-  if (!found) return;
+  const difference = await ask("diff", { ...state.marked, ...other });
+  if (!difference) return;
   const tags = { "=": "span", "-": "del", "+": "ins" };
-  const parts = found.parts.map(([kind, text]) => make(tags[kind], visible(text)));
+  const parts = difference.parts.map(([kind, text]) => make(tags[kind], visible(text)));
   document.querySelector("#difference p").replaceChildren(...parts);
   at("difference").hidden = false;
 }
 
 async function searchItsPrompt() {
   const shown = state.rows.find((row) => isSame(row, state.chosen));
-  const found = shown ? { row: shown } : await ask("response", state.chosen);
-  if (!found) return;
+  const opened = shown ? { row: shown } : await ask("response", state.chosen);
+  if (!opened) return;
   form.reset();
-  form.elements.prompt_key.value = found.row.prompt_key;
+  form.elements.prompt_key.value = opened.row.prompt_key;
   searchAgain();
 }

@@ -76,8 +76,9 @@ def find_words(tokens: pd.DataFrame, text: Text, boundary: Boundary) -> Words:
     is_in_empty_response = text.starts[sequence] == text.starts[sequence + 1]
     is_special = _has_own_word(tokens["sub_idx"].to_numpy(np.int64), ~has_text, is_first) | is_in_empty_response
 
-    character_words = _character_words(text, boundary)
-    last = np.where(has_text, _last_character(text, start, end), start)
+    space = _is_space(text)
+    character_words = _character_words(text, space, boundary)
+    last = np.where(has_text, _last_character(space, start, end), start)
     # a token without text at the end of the whole text starts behind the last character
     inside = np.minimum(last, len(character_words) - 1)
     token_words = character_words[inside] if len(character_words) else np.zeros(len(tokens), np.int64)
@@ -121,9 +122,8 @@ def _has_own_word(recorded_sub_idx: Ints, without_text: Bools, is_first: Bools) 
     return np.asarray(without_text & next_is_apart)
 
 
-def _character_words(text: Text, boundary: Boundary) -> Ints:
+def _character_words(text: Text, space: Bools, boundary: Boundary) -> Ints:
     """Return the word index of every character, counted over the whole text."""
-    space = _is_space(text)
     begins = np.zeros(len(space), dtype=bool)
     has_text = text.starts[:-1] < text.starts[1:]
     begins[text.starts[:-1][has_text]] = True
@@ -132,9 +132,8 @@ def _character_words(text: Text, boundary: Boundary) -> Ints:
     return np.cumsum(begins) - 1
 
 
-def _last_character(text: Text, start: Ints, end: Ints) -> Ints:
+def _last_character(space: Bools, start: Ints, end: Ints) -> Ints:
     """Return the index of each span's last character that is not white space, or of its last character if all are."""
-    space = _is_space(text)
     if not len(space):
         return start
     last_text = np.maximum.accumulate(np.where(space, -1, np.arange(len(space))))

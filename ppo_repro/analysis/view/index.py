@@ -115,6 +115,30 @@ class Index:
             self._thread.join(0.1)
         self.responses.close()
 
+    def present(self) -> list[IndexedRun]:
+        """Return the runs that were not removed."""
+        return [run for run in self.runs if not run.is_gone]
+
+    def settings(self) -> list[tuple[IndexedRun, Setting]]:
+        """Return each present run with its setting: its values of the fields in which runs differ."""
+        runs = self.present()
+        setups = [run.setup for run in runs]
+        described = self._described
+        if described[0] != setups:
+            described = self._described = setups, settings_of(setups)
+        return list(zip(runs, described[1], strict=True))
+
+    def look(self) -> None:
+        """Read the complete iterations that are not in the table; `damaged` gets the iterations that cannot be read."""
+        folders = list(self._folders())
+        for run in self.present():
+            if run.folder not in folders:
+                run.is_gone = True
+                self._clear(run)
+        known = {run.folder: run for run in self.present()}
+        seen = [self._updated(folder, known.get(folder)) for folder in folders]
+        self.others = seen.count(None)
+
     def _follow(self) -> None:
         while not self._ended.is_set():
             try:
@@ -129,16 +153,12 @@ class Index:
             self.failure = failure
             say(f"view: {failure}")
 
-    def look(self) -> None:
-        """Read the complete iterations that are not in the table; `damaged` gets the iterations that cannot be read."""
-        folders = list(self._folders())
-        for run in self.present():
-            if run.folder not in folders:
-                run.is_gone = True
-                self._clear(run)
-        known = {run.folder: run for run in self.present()}
-        seen = [self._updated(folder, known.get(folder)) for folder in folders]
-        self.others = seen.count(None)
+    def _folders(self) -> Iterator[Path]:
+        folders = dict[Path, Path]()  # targets may overlap
+        for target in self.targets:
+            for folder in sorted(folders_with(target, MANIFEST)):
+                folders.setdefault(folder.resolve(), folder)
+        yield from folders.values()
 
     def _updated(self, folder: Path, known: IndexedRun | None) -> IndexedRun | None:
         """Return the run of a folder after reading what is new of it; None if it has no responses that can be read."""
@@ -159,30 +179,20 @@ class Index:
         self._read(run)
         return run
 
-    def present(self) -> list[IndexedRun]:
-        """Return the runs that were not removed."""
-        return [run for run in self.runs if not run.is_gone]
-
-    def settings(self) -> list[tuple[IndexedRun, Setting]]:
-        """Return each present run with its setting: its values of the fields in which runs differ."""
-        runs = self.present()
-        setups = [run.setup for run in runs]
-        described = self._described
-        if described[0] != setups:
-            described = self._described = setups, settings_of(setups)
-        return list(zip(runs, described[1], strict=True))
-
     def _added(self, folder: Path, head: Head) -> IndexedRun:
-        run = IndexedRun(len(self.runs), folder, self._name(folder), head, "", UNLABELLED, *_setup(folder, head))
+        setup, judged = _setup(folder, head)
+        run = IndexedRun(
+            number=len(self.runs),
+            folder=folder,
+            name=self._name(folder),
+            head=head,
+            state="",
+            label=UNLABELLED,
+            setup=setup,
+            judged=judged,
+        )
         self.runs.append(run)
         return run
-
-    def _folders(self) -> Iterator[Path]:
-        folders = dict[Path, Path]()  # targets may overlap
-        for target in self.targets:
-            for folder in sorted(folders_with(target, MANIFEST)):
-                folders.setdefault(folder.resolve(), folder)
-        yield from folders.values()
 
     def _name(self, folder: Path) -> str:
         base = next(target for target in self.targets if folder.is_relative_to(target))

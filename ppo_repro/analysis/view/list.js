@@ -30,7 +30,7 @@ async function search() {
   }
   state.rows = page.rows;
   state.limit = page.limit;
-  at("found").textContent = summaryOf(page);
+  at("summary").textContent = summaryOf(page);
   at("earlier").disabled = page.offset === 0;
   at("later").disabled = page.offset + page.rows.length >= page.total;
   showRows();
@@ -81,11 +81,11 @@ function lineOf(row, i, isCurrent) {
 
 function cellOf(row, { name, css }) {
   const cell = make("td", undefined, css);
-  if (name === "response") return putMarked(cell, row.response, form.elements.text.value, 40);
-  if (name === "prompt") return putMarked(cell, row.prompt, form.elements.prompt.value, 40);
+  if (name === "response") return putHighlighted(cell, row.response, form.elements.text.value, 40);
+  if (name === "prompt") return putHighlighted(cell, row.prompt, form.elements.prompt.value, 40);
   if (name === "correct") {
     cell.className += " " + judgement(row);
-    cell.textContent = MARKS[judgement(row)];
+    cell.textContent = JUDGEMENTS[judgement(row)];
   } else if (name === "run") {
     const run = state.runs.get(row.run);
     cell.textContent = visible(runName(row));

@@ -16,7 +16,7 @@ async function openResponse(place) {
   showSamples(opened);
   at("difference").hidden = true;
   at("diff").disabled = !state.marked || isSame(state.marked, opened.row);
-  at("one").hidden = false;
+  at("response").hidden = false;
   tokenView.load(opened.tokens, tokenView.column());
   scrollToResponse();
 }
@@ -44,14 +44,14 @@ function cardOf(sample, isOpened) {
   const tokens = sample.length + (sample.length === 1 ? " token, " : " tokens, ");
   const numbers = "score " + say(sample.score, 4) + ", " + tokens + sample.finish + ", advantage " + say(sample.advantage, 3);
   const head = make("div", undefined, judgement(sample));
-  head.textContent = ifJudged(sample, MARKS[judgement(sample)]) + numbers + " ";
+  head.textContent = ifJudged(sample, JUDGEMENTS[judgement(sample)]) + numbers + " ";
   if (!isOpened) {
     const button = make("button", "Open");
     button.type = "button";
     button.addEventListener("click", () => openResponse(placeOf(sample)));
     head.append(button);
   }
-  card.append(head, putMarked(make("p", undefined, "text"), sample.response, form.elements.text.value));
+  card.append(head, putHighlighted(make("p", undefined, "text"), sample.response, form.elements.text.value));
   return card;
 }
 
@@ -60,7 +60,7 @@ function scrollToResponse() {
   document.body.classList.add("opened");
   const line = listBody.querySelector("[aria-selected='true']");
   if (line) line.scrollIntoView({ block: "nearest" });
-  scrollTo({ top: scrollY + at("found").getBoundingClientRect().top });
+  scrollTo({ top: scrollY + at("summary").getBoundingClientRect().top });
 }
 
 function markForDiff() {

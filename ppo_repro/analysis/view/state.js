@@ -1,5 +1,5 @@
 // What the page shows now, its requests to the server, and its words for runs and responses.
-const MARKS = { right: "✓ right", wrong: "✗ wrong", unjudged: "–" };
+const JUDGEMENTS = { right: "✓ right", wrong: "✗ wrong", unjudged: "–" };
 const form = at("query");
 const opening = new URLSearchParams(location.search); // the query and the token with which the page was opened
 const token = opening.get("token");
@@ -37,7 +37,7 @@ async function ask(name, parameters = {}) {
 
 function showError(name, text) {
   state.errors[name] = text;
-  at("said").textContent = visible([...new Set(Object.values(state.errors))].filter(Boolean).join(" "));
+  at("error").textContent = visible([...new Set(Object.values(state.errors))].filter(Boolean).join(" "));
 }
 
 // the search: the filters of the form, and the order
@@ -66,7 +66,7 @@ function judgement(row) {
 const ifJudged = (row, word) => (judgement(row) === "unjudged" ? "" : word + ", ");
 
 // puts a text into a node with every `needle` marked; `around`, if given, is how many characters before the first stay
-function putMarked(node, text, needle, around) {
+function putHighlighted(node, text, needle, around) {
   // not by lower case: a text may become longer in it, as "İ" does
   const pattern = needle ? new RegExp("(" + needle.replace(/[\^$\\.*+?()[\]{}|]/g, "\\$&") + ")", "iu") : null;
   const from = pattern ? text.search(pattern) : -1;

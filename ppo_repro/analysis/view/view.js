@@ -81,7 +81,7 @@ function listen() {
   at("later").addEventListener("click", () => turnPage(1));
   at("mark").addEventListener("click", markForDiff);
   at("diff").addEventListener("click", showDifference);
-  at("same").addEventListener("click", searchItsPrompt);
+  at("same-prompt").addEventListener("click", searchItsPrompt);
   at("as-snippet").addEventListener("click", showSnippet);
 }
 

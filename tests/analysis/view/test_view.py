@@ -64,6 +64,12 @@ def api(server: Server, name: str, **asked: Any) -> Any:
     return json.loads(text)
 
 
+def whole_runs(server: Server) -> dict[int, str]:
+    """The folder, by number, of each run whose iterations are all in the table."""
+    runs = api(server, "state")["runs"]
+    return {run["number"]: run["folder"] for run in runs if run["read"] == run["iterations"]}
+
+
 @pytest.fixture(scope="module")
 def hostile(native_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     with served(make_hostile_run(native_run, tmp_path_factory.mktemp("it's [1]") / "run *")) as server:
@@ -259,9 +265,9 @@ def test_the_runs_have_one_order_on_the_page_and_in_python(native_run: Path, tmp
     for name in ("b", "a"):  # by number `b` is before `a`
         shutil.copytree(native_run, tmp_path / name / "run")
     with served(tmp_path / "b", tmp_path / "a") as server:
-        shutil.copytree(native_run, tmp_path / "a" / "first")
-        server.index.look()
-        names = {run["number"]: run["folder"] for run in api(server, "state")["runs"]}
+        Path(shutil.copytree(native_run, tmp_path / "copy")).rename(tmp_path / "a" / "first")
+        until(lambda: whole_runs(server).keys() == {0, 1, 2}, "the newest run")
+        names = whole_runs(server)
         assert list(names.values()) == ["run", "run", "first"], "the newest run has the last number"
         for sort in ("iteration", "run"):
             rows = api(server, "responses", sort=sort, order="asc", limit=1000)["rows"]
@@ -431,23 +437,18 @@ def test_a_run_of_the_same_configuration_with_other_bits_replaces_the_rows(nativ
 
 
 def test_a_run_that_is_removed_leaves_the_list_and_its_number_to_no_other_run(native_run: Path, tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
     for name in "ab":
-        shutil.copytree(native_run, tmp_path / name)
-    with served(tmp_path) as server:
-
-        def runs() -> dict[int, str]:
-            """The folder of each run whose iterations are all in the table."""
-            found = api(server, "state")["runs"]
-            return {run["number"]: run["folder"] for run in found if run["read"] == run["iterations"]}
-
-        until(lambda: runs() == {0: "a", 1: "b"}, "both runs")
+        shutil.copytree(native_run, runs / name)
+    with served(runs) as server:
+        until(lambda: whole_runs(server) == {0: "a", 1: "b"}, "both runs")
         of_b = api(server, "responses", run=1)["rows"]
-        shutil.rmtree(tmp_path / "a")
-        until(lambda: runs() == {1: "b"}, "the end of a run")
+        shutil.rmtree(runs / "a")
+        until(lambda: whole_runs(server) == {1: "b"}, "the end of a run")
         assert api(server, "responses")["rows"] == of_b
         assert api(server, "responses", run=0)["total"] == 0
-        shutil.copytree(native_run, tmp_path / "a")
-        until(lambda: runs() == {1: "b", 2: "a"}, "another run")
+        Path(shutil.copytree(native_run, tmp_path / "copy")).rename(runs / "a")
+        until(lambda: whole_runs(server) == {1: "b", 2: "a"}, "another run")
         assert api(server, "responses", run=2)["total"] == api(server, "responses", run=1)["total"] > 0
         space: dict[str, Any] = {}
         exec(api(server, "snippet")["snippet"], space)

@@ -64,24 +64,9 @@ def findings_table(run_a: str, run_b: str, levels: Mapping[Level, Sequence[Findi
     for level, findings in levels.items():
         p_values = [finding.p_value if finding.claim == "difference" else math.nan for finding in findings]
         for finding, p_holm in zip(findings, holm(p_values), strict=True):
-            rows.append(
-                FindingRow(
-                    run_a=run_a,
-                    run_b=run_b,
-                    level=level,
-                    metric=finding.metric,
-                    stat=finding.stat,
-                    p_value=finding.p_value,
-                    p_holm=p_holm,
-                    ci_lo=finding.ci_lo,
-                    ci_hi=finding.ci_hi,
-                    margin=finding.margin,
-                    verdict=_verdict(finding, p_holm, alpha),
-                    n_units=finding.n_units,
-                    method=finding.method,
-                )
-            )
-    return pd.DataFrame(rows, columns=FindingRow._fields)
+            verdict = _verdict(finding, p_holm, alpha)
+            rows.append({**vars(finding), "level": level, "p_holm": p_holm, "verdict": verdict})
+    return pd.DataFrame(rows).assign(run_a=run_a, run_b=run_b)[[*FindingRow._fields]]
 
 
 def _verdict(finding: Finding, p_holm: float, alpha: float) -> str:

@@ -20,9 +20,9 @@ from ppo_repro.statistics.kl import k3
 
 OFFSETS = ["char_start", "char_end", "byte_start", "byte_end"]
 KL_TOKEN_COLUMNS = [
-    *(*TOKEN_KEY, "token_id", *OFFSETS, "sub_idx"),
-    *("rollout_logprobs", "old_logprobs", "ref_logprobs", "entropies", "ref_kl"),
-]
+    *TOKEN_KEY, "token_id", *OFFSETS, "sub_idx", "rollout_logprobs", "old_logprobs", "ref_logprobs", "entropies",
+    "ref_kl",
+]  # fmt: skip
 SEQUENCE_COLUMNS = ["iteration", "sequence", "response"]
 # summed over tokens, in nats
 KL_METRICS = ["k1", "k3", "abs_k1", "ref_kl", "entropy"]

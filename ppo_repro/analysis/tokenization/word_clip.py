@@ -97,7 +97,7 @@ def word_ratios(
 def clip_table(words: pd.DataFrame) -> pd.DataFrame:
     """Return a `ClipBand` for each iteration and epoch, from the rows of `word_ratios`."""
     rows = []
-    for (iteration, epoch), epoch_words in words.groupby(["iteration", "epoch"], sort=True):
+    for _, epoch_words in words.groupby(["iteration", "epoch"], sort=True):
         text_words = epoch_words[~epoch_words["is_special"]].assign(n_words=1)
         outside = _share(epoch_words, "n_outside", "n_tokens")
         removed = _share(epoch_words, "n_removed", "n_tokens")
@@ -105,8 +105,8 @@ def clip_table(words: pd.DataFrame) -> pd.DataFrame:
         word_outside_scaled = _share(text_words, "word_outside_scaled", "n_words")
         rows.append(
             ClipBand(
-                iteration=int(iteration),
-                epoch=int(epoch),
+                iteration=int(epoch_words["iteration"].iloc[0]),
+                epoch=int(epoch_words["epoch"].iloc[0]),
                 n_tokens=int(epoch_words["n_tokens"].sum()),
                 n_words=len(text_words),
                 outside=outside.value,

@@ -1,5 +1,5 @@
 // The list of responses: search, pages, columns, and the line about the runs.
-const LOOK_MS = 1500;
+const LOOK_MS = 1500; // between two requests for the state of the runs
 // a column with `isNumber` has a range among the filters, whose parameters query.py names
 const LIST_COLUMNS = [
   { name: "prompt", heading: "Prompt", css: "" },

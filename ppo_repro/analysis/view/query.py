@@ -40,23 +40,23 @@ class Query:
 
     def page(self) -> str:
         """Return SQL for the rowids of a page; each row also has count, mean score, right share and runs of all."""
-        ordered = f"order by sorted_by {self.order}, run, iteration, sequence"
+        sorted_page = f"order by sorted_by {self.order}, run, iteration, sequence"
         # sorts few columns; the other columns of the page are read by rowid
         return f"""with matched as materialized (
                 select rowid as id, run, iteration, sequence, score, correct, {self.sort} as sorted_by
                 from responses where {self.where}),
             whole as (select count(*) as total, avg(score) as score, avg(correct::int) as correct,
                 coalesce(list(distinct run), []) as runs from matched),
-            page as (select id, run, iteration, sequence, sorted_by from matched {ordered}
+            page as (select id, run, iteration, sequence, sorted_by from matched {sorted_page}
                 limit {self.limit} offset {self.offset})
-            select id, total, score, correct, runs from whole left join page on true {ordered}"""
+            select id, total, score, correct, runs from whole left join page on true {sorted_page}"""
 
     def everything(self) -> str:
         """Return SQL for all rows in order."""
-        return f"select {', '.join(RESPONSE_COLUMNS)} from responses where {self.where} order by {self.ordered}"
+        return f"select {', '.join(RESPONSE_COLUMNS)} from responses where {self.where} order by {self.sort_keys}"
 
     @property
-    def ordered(self) -> str:
+    def sort_keys(self) -> str:
         """Return the SQL of the order of rows in the table `responses`, whose column `run` has the runs' numbers."""
         return f"responses.{self.sort} {self.order}, responses.run, responses.iteration, responses.sequence"
 
@@ -139,7 +139,7 @@ def snippet(query: Query, runs: Sequence[IndexedRun]) -> str:
         raise UserError("there is no run now, so there is nothing to find")
     table = "\nunion all\n".join(map(_run_sql, readable))
     columns = "select name as run, * exclude (run, name) from responses"
-    sql = f"with responses as (\n{table}\n)\n{columns}\nwhere {query.where}\norder by {query.ordered}"
+    sql = f"with responses as (\n{table}\n)\n{columns}\nwhere {query.where}\norder by {query.sort_keys}"
     text = sql.replace("\\", "\\\\").replace('"""', '\\"\\"\\"')
     call = f'duckdb.execute(\n    """\n{text}\n""",\n    {list(query.values)!r},\n).df()'
     return f"import duckdb\n\nfound = {call}  # a pandas frame\n"

@@ -132,8 +132,10 @@ def _snippet(index: Index, parameters: Parameters) -> Answer:
     return {"snippet": snippet(parsed(parameters, len(index.runs)), index.present())}
 
 
-API: dict[str, Callable[[Index, Parameters], Answer]]
-API = {"state": _state, "responses": _responses, "response": _response, "diff": _diff, "snippet": _snippet}
+Endpoint = Callable[[Index, Parameters], Answer]
+API: dict[str, Endpoint] = {
+    "state": _state, "responses": _responses, "response": _response, "diff": _diff, "snippet": _snippet,
+}  # fmt: skip
 
 
 def application(index: Index, token: str) -> ASGIApp:
@@ -143,7 +145,7 @@ def application(index: Index, token: str) -> ASGIApp:
     body = (HERE / "view.html").read_text(encoding="utf-8").replace("<!-- tokens -->", token_area())
     html = document("ppo-repro view", body, styles, scripts, connect="'self'")
 
-    def as_json(answer: Callable[[Index, Parameters], Answer]) -> Callable[[Request], Response]:
+    def as_json(answer: Endpoint) -> Callable[[Request], Response]:
         return lambda request: JSONResponse(finite(answer(index, request.query_params)))
 
     def as_csv(request: Request) -> Response:

@@ -1,4 +1,6 @@
 // What the page shows now, its requests to the server, and its words for runs and responses.
+// server.py joins html/token_view.js, which has at, make, visible, say and fill, state.js, list.js, response.js and
+// view.js to one script, in this order.
 const JUDGEMENTS = { right: "✓ right", wrong: "✗ wrong", unjudged: "–" };
 const form = at("query");
 const opening = new URLSearchParams(location.search); // the query and the token with which the page was opened

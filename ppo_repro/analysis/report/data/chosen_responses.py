@@ -54,9 +54,10 @@ def choose_responses(summary: pd.DataFrame, count: int) -> list[ChosenResponse]:
             continue
         shown_tokens += added_tokens
         reasons.setdefault(index, []).append(reason)
+    chosen = sorted(reasons)
     return [
         ChosenResponse(row["iteration"], row["sequence"], row["mismatch"], row["clipped"], tuple(reasons[index]))
-        for index, row in rows.loc[sorted(reasons)].to_dict("index").items()
+        for index, row in zip(chosen, rows.iloc[chosen].to_dict("records"), strict=True)
     ]
 
 

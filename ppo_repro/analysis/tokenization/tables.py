@@ -33,16 +33,16 @@ from ppo_repro.records.manifest import Manifest, require_responses
 
 @dataclass(frozen=True)
 class TokenizationTables:
-    """Tables of one iteration: `token_table`, `word_table`, `response_table`, `summary_table` and `clip_table`.
+    """Tables of one iteration.
 
     `clip_band` is None for objectives without a clip band, and for iterations that a fork copied from its origin.
     """
 
-    tokens: pd.DataFrame
-    words: pd.DataFrame
-    responses: pd.DataFrame
-    summary: pd.DataFrame
-    clip_band: pd.DataFrame | None
+    tokens: pd.DataFrame  # a row per `TokenRow`
+    words: pd.DataFrame  # of `word_table`
+    responses: pd.DataFrame  # of `response_table`
+    summary: pd.DataFrame  # a row per `SummaryRow`, after the iteration
+    clip_band: pd.DataFrame | None  # a row per `ClipBand`
 
 
 def iteration_tables(
@@ -78,7 +78,7 @@ def _clip_band(
 
 
 def summary_by_iteration(run_dir: Path | str, *, boundary: Boundary, iterations: Sequence[int] | None) -> pd.DataFrame:
-    """Return `summary_table` of `iterations` (None: all), one below the other.
+    """Return the rows of `summary_table` for each of `iterations` (None: all).
 
     Raises UserError on missing or damaged records.
     """

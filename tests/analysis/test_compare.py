@@ -11,8 +11,7 @@ import pytest
 
 from ppo_repro.analysis.comparison.compare import compare_runs
 from ppo_repro.analysis.comparison.findings import findings_table
-from ppo_repro.analysis.comparison.numeric import numeric_findings
-from ppo_repro.analysis.comparison.same_prompts import hazard, paired_responses
+from ppo_repro.analysis.comparison.same_prompts import hazard, numeric_findings, paired_responses
 from ppo_repro.base.errors import UserError
 from ppo_repro.records import diff, reader
 from tests.support.cli import Cli

@@ -1,11 +1,11 @@
-"""The table of a comparison: one finding a row, with a verdict on each test."""
+"""Give each finding of a comparison a verdict, and return all findings as one table."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import pandas as pd
 
@@ -33,36 +33,48 @@ class Finding:
     ci_lo: float = math.nan
     ci_hi: float = math.nan
     margin: float = math.nan
-    verdict: str = ""
+    verdict: str = ""  # only of the claim `number`
+
+
+class FindingRow(NamedTuple):
+    """A finding with its verdict: a row of `findings_table`."""
+
+    run_a: str
+    run_b: str
+    level: str  # a Level
+    metric: str
+    stat: float
+    p_value: float
+    p_holm: float  # with Holm's correction over the metrics of the level that are tested for a difference
+    ci_lo: float
+    ci_hi: float
+    margin: float
+    verdict: str
+    n_units: int
+    method: str
 
 
 def findings_table(run_a: str, run_b: str, levels: Mapping[Level, Sequence[Finding]], alpha: float) -> pd.DataFrame:
-    """Return the table of a comparison from the findings of each level, with a verdict on each.
+    """Return a `FindingRow` for each finding of each level.
 
     A difference is "different" if p_holm <= alpha, otherwise "no difference found", which does not mean "the same":
     a test of equivalence says more. An equivalence is "equivalent" if p_value <= alpha, otherwise "not shown".
-
-    Returns:
-        run_a, run_b, level, metric, stat, p_value, p_holm, ci_lo, ci_hi, margin, verdict, n_units, method. p_holm has
-        Holm's correction over the metrics of one level that are tested for a difference.
     """
-    records = []
+    rows = []
     for level, findings in levels.items():
-        tested = [found.p_value if found.claim == "difference" else math.nan for found in findings]
-        for found, p_holm in zip(findings, holm(tested), strict=True):
-            verdict = _verdict(found, p_holm, alpha)
-            records.append({"level": level, **vars(found), "p_holm": p_holm, "verdict": verdict})
-    numbers = ["stat", "p_value", "p_holm", "ci_lo", "ci_hi", "margin"]
-    table = pd.DataFrame(records).assign(run_a=run_a, run_b=run_b).astype(dict.fromkeys(numbers, "float64"))
-    return table[["run_a", "run_b", "level", "metric", *numbers, "verdict", "n_units", "method"]]
+        p_values = [finding.p_value if finding.claim == "difference" else math.nan for finding in findings]
+        for finding, p_holm in zip(findings, holm(p_values), strict=True):
+            verdict = _verdict(finding, p_holm, alpha)
+            rows.append({**vars(finding), "level": level, "p_holm": p_holm, "verdict": verdict})
+    return pd.DataFrame(rows).assign(run_a=run_a, run_b=run_b)[[*FindingRow._fields]]
 
 
-def _verdict(found: Finding, p_holm: float, alpha: float) -> str:
-    if found.claim == "number":
-        return found.verdict
-    p_value = p_holm if found.claim == "difference" else found.p_value
+def _verdict(finding: Finding, p_holm: float, alpha: float) -> str:
+    if finding.claim == "number":
+        return finding.verdict
+    p_value = p_holm if finding.claim == "difference" else finding.p_value
     if math.isnan(p_value):
         return "too little to say"
-    if found.claim == "difference":
+    if finding.claim == "difference":
         return "different" if p_value <= alpha else "no difference found"
     return "equivalent" if p_value <= alpha else "not shown"

@@ -7,6 +7,7 @@ delta does not describe all responses.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -16,15 +17,38 @@ import numpy.typing as npt
 import pandas as pd
 from scipy import stats
 
+from ppo_repro.analysis import significance
+from ppo_repro.analysis.comparison.findings import Finding
 from ppo_repro.analysis.iterations import chosen_iterations
 from ppo_repro.base.errors import UserError
 from ppo_repro.records import reader
 from ppo_repro.records.logprob_pairs import KEY_IN_ITERATION
 from ppo_repro.records.manifest import Manifest, require_responses
 from ppo_repro.statistics.bits import unequal_bits
-from ppo_repro.statistics.clusters import segment_sums
+from ppo_repro.statistics.clusters import Floats, ratio_of_sums, segment_sums
 
 LOGPROB_COLUMNS = ("old_logprobs", "rollout_logprobs", "ref_logprobs")
+Runs = Sequence[tuple[Path | str, Manifest]]  # the folders and manifests of run a and run b
+
+
+class ResponsePair(NamedTuple):
+    """Two responses to the same prompt: a row of `paired_responses`."""
+
+    iteration: int
+    sequence: int
+    compared: int  # tokens up to and including the first different token, or all tokens
+    diverged: bool  # a token differs
+    delta_sum: float  # of delta over the tokens, nats; NaN for a pair that diverged
+    abs_sum: float  # of |delta| over the tokens, nats; NaN for a pair that diverged
+    unequal: int  # tokens whose log-probs differ in any bit; 0 for a pair that diverged
+
+
+class Hazard(NamedTuple):
+    """First differences per compared token, with the exact 95 % Poisson interval [low, high]."""
+
+    rate: float
+    low: float
+    high: float
 
 
 def manifests(run_a: Path | str, run_b: Path | str) -> tuple[Manifest, Manifest]:
@@ -42,19 +66,11 @@ def paired_responses(
     column: str = "old_logprobs",
     iterations: Sequence[int] | None = None,
 ) -> pd.DataFrame:
-    """Return one row for each pair of responses to the same prompt in two runs.
+    """Return a `ResponsePair` for each pair of responses to the same prompt in two runs.
 
     Args:
         column: the log-probs to compare, one of LOGPROB_COLUMNS.
         iterations: the iterations to compare; None for all.
-
-    Returns:
-        The columns iteration, sequence, and
-
-        diverged: whether a token differs
-        compared: number of tokens up to and including the first different token, or of all
-        delta_sum, abs_sum: sums of delta and |delta| over the tokens, nats, float64; NaN for a pair that diverged
-        unequal: number of tokens whose log-probs differ in any bit; 0 for a pair that diverged
 
     Raises:
         UserError: another column, runs without responses, damaged records, or, without `iterations`, different
@@ -62,61 +78,98 @@ def paired_responses(
     """
     if column not in LOGPROB_COLUMNS:
         raise UserError(f"column = {column!r}: must be {', '.join(LOGPROB_COLUMNS)}")
-    runs = tuple(zip((run_a, run_b), manifests(run_a, run_b), strict=True))
-    require_responses(*runs[0])
-    selected, others = (chosen_iterations(recorded, iterations) for _, recorded in runs)
+    a, b = manifests(run_a, run_b)
+    require_responses(run_a, a)
+    selected, others = chosen_iterations(a, iterations), chosen_iterations(b, iterations)
     if len(selected) != len(others):
         raise UserError(
             f"{run_a} has {len(selected)} iterations, {run_b} has {len(others)}; name the iterations to compare"
         )
-    return pd.concat([_one_iteration(runs, column, i) for i in selected], ignore_index=True)
+    runs = ((run_a, a), (run_b, b))
+    return pd.concat([_iteration_pairs(runs, column, iteration) for iteration in selected], ignore_index=True)
 
 
-def _one_iteration(runs: Sequence[tuple[Path | str, Manifest]], column: str, iteration: int) -> pd.DataFrame:
-    one, names = [iteration], ["sequence", "prompt_ids", "response_length"]
-    texts = [reader.read_sequences(run, iterations=one, columns=names, recorded=recorded) for run, recorded in runs]
-    responses = texts[0].merge(texts[1], on="sequence", suffixes=("_a", "_b"), validate="one_to_one")
+def _iteration_pairs(runs: Runs, column: str, iteration: int) -> pd.DataFrame:
+    """Return the rows of `paired_responses` of one iteration."""
+    responses = _merged(runs, "sequences", iteration, ["sequence"], ["prompt_ids", "response_length"])
     prompts = zip(responses["prompt_ids_a"], responses["prompt_ids_b"], strict=True)
-    responses = responses[np.array([np.array_equal(x, y) for x, y in prompts], bool)]
-    names = [*KEY_IN_ITERATION, "token_id", column]
-    tokens = [reader.read_tokens(run, iterations=one, columns=names, recorded=recorded) for run, recorded in runs]
-    both = tokens[0].merge(tokens[1], on=KEY_IN_ITERATION, suffixes=("_a", "_b"), validate="one_to_one")
-    a, b = (both[f"{column}_{side}"].to_numpy(np.float32) for side in "ab")
-    delta = b.astype(np.float64) - a.astype(np.float64)
-    starts = np.flatnonzero(np.diff(both["sequence"], prepend=-1))
-    # numpy, because pandas would skip NaN in sums
-    sums = pd.DataFrame({"sequence": both["sequence"].to_numpy()[starts]})
-    for name, values in (("delta", delta), ("abs_delta", np.abs(delta)), ("unequal", unequal_bits(a, b).astype(float))):
-        sums[name] = segment_sums(values, starts)
-    parted = both[both["token_id_a"] != both["token_id_b"]].groupby("sequence")["position"].min()
-    return _responses(responses.merge(sums, on="sequence"), parted, iteration)
+    has_same_prompt = np.array([np.array_equal(prompt_a, prompt_b) for prompt_a, prompt_b in prompts], bool)
+    tokens = _merged(runs, "tokens", iteration, KEY_IN_ITERATION, ["token_id", column])
+    pairs = responses[has_same_prompt].merge(_sums_by_response(tokens, column), on="sequence")
 
-
-def _responses(responses: pd.DataFrame, first_difference: pd.Series, iteration: int) -> pd.DataFrame:
-    lengths = responses[["response_length_a", "response_length_b"]].to_numpy(np.int64)
-    first = responses["sequence"].map(first_difference).to_numpy(np.float64)
+    different = tokens[tokens["token_id_a"] != tokens["token_id_b"]]
+    first = pairs["sequence"].map(different.groupby("sequence")["position"].min()).to_numpy(np.float64)
+    lengths = pairs[["response_length_a", "response_length_b"]].to_numpy(np.int64)
     # if a limit cut one response short, the first different token is the token after it
-    inside, longer = ~np.isnan(first), lengths[:, 0] != lengths[:, 1]
-    diverged = inside | longer
+    is_cut = lengths[:, 0] != lengths[:, 1]
+    has_different_token = ~np.isnan(first)
+    diverged = has_different_token | is_cut
+    compared = np.where(has_different_token, np.nan_to_num(first) + 1, lengths.min(axis=1) + is_cut)
+    columns = {
+        "iteration": np.full(len(pairs), iteration, np.int32),
+        "sequence": pairs["sequence"].to_numpy(),
+        "compared": compared.astype(np.int64),
+        "diverged": diverged,
+        "delta_sum": np.where(diverged, np.nan, pairs["delta"]),
+        "abs_sum": np.where(diverged, np.nan, pairs["abs_delta"]),
+        "unequal": np.where(diverged, 0, pairs["unequal"]).astype(np.int64),
+    }
+    return pd.DataFrame(columns, columns=ResponsePair._fields)
+
+
+def _merged(runs: Runs, table: str, iteration: int, keys: list[str], columns: list[str]) -> pd.DataFrame:
+    """Return the rows of a table that both runs have, with the columns of the runs as NAME_a and NAME_b."""
+    a, b = (
+        reader.read_table(table, run, iterations=[iteration], columns=[*keys, *columns], recorded=recorded)
+        for run, recorded in runs
+    )
+    return a.merge(b, on=keys, suffixes=("_a", "_b"), validate="one_to_one")
+
+
+def _sums_by_response(tokens: pd.DataFrame, column: str) -> pd.DataFrame:
+    """Return a row per response: sums of delta and |delta|, and the number of log-probs that differ in any bit."""
+    a, b = (tokens[f"{column}_{run}"].to_numpy(np.float32) for run in "ab")
+    delta = b.astype(np.float64) - a.astype(np.float64)
+    starts = np.flatnonzero(np.diff(tokens["sequence"], prepend=-1))
+    # numpy, because pandas would skip NaN in sums
     return pd.DataFrame(
         {
-            "iteration": np.full(len(responses), iteration, np.int32),
-            "sequence": responses["sequence"].to_numpy(),
-            "compared": np.where(inside, np.nan_to_num(first) + 1, lengths.min(axis=1) + longer).astype(np.int64),
-            "diverged": diverged,
-            "delta_sum": np.where(diverged, np.nan, responses["delta"]),
-            "abs_sum": np.where(diverged, np.nan, responses["abs_delta"]),
-            "unequal": np.where(diverged, 0, responses["unequal"]).astype(np.int64),
+            "sequence": tokens["sequence"].to_numpy()[starts],
+            "delta": segment_sums(delta, starts),
+            "abs_delta": segment_sums(np.abs(delta), starts),
+            "unequal": segment_sums(unequal_bits(a, b).astype(np.float64), starts),
         }
     )
 
 
-class Hazard(NamedTuple):
-    """First differences per compared token, with the exact 95 % Poisson interval [low, high]."""
+def numeric_findings(
+    pairs: pd.DataFrame, rng: np.random.Generator, *, column: str, margin: float, alpha: float
+) -> list[Finding]:
+    """Return the findings of the level `numeric` for `findings_table`.
 
-    rate: float
-    low: float
-    high: float
+    Args:
+        pairs: the frame of `paired_responses`.
+        rng, column, margin, alpha: the arguments of `compare_runs`.
+    """
+    same = pairs[~pairs["diverged"]]
+    is_finite = np.isfinite(same["abs_sum"].to_numpy(np.float64))
+    findings = _divergence_findings(pairs, same, int((~is_finite).sum()), column)
+    return [*findings, *_delta_findings(same[is_finite], rng, column, margin, alpha)] if is_finite.any() else findings
+
+
+def _divergence_findings(pairs: pd.DataFrame, same: pd.DataFrame, nonfinite: int, column: str) -> list[Finding]:
+    """Return how many pairs have the same tokens, and how fast the pairs diverge."""
+    count = len(pairs)
+    share = len(same) / count if count else math.nan
+    findings = [
+        Finding("same_responses", share, count, "share with all tokens the same"),
+        Finding("n_nonfinite", float(nonfinite), len(same), f"responses, {column}; left out below"),
+    ]
+    if count:
+        rate, low, high = hazard(pairs["compared"].to_numpy(np.int64), pairs["diverged"].to_numpy(bool))
+        method = "first other tokens per token; exact Poisson interval"
+        findings.append(Finding("divergence_hazard", rate, count, method, ci_lo=low, ci_hi=high))
+    return findings
 
 
 def hazard(compared: npt.NDArray[np.int64], diverged: npt.NDArray[np.bool_]) -> Hazard:
@@ -128,3 +181,46 @@ def hazard(compared: npt.NDArray[np.int64], diverged: npt.NDArray[np.bool_]) -> 
     low = float(stats.chi2.ppf(0.025, 2 * count)) / 2 if count else 0.0
     high = float(stats.chi2.isf(0.025, 2 * (count + 1))) / 2
     return Hazard(count / exposure, low / exposure, high / exposure)
+
+
+def _delta_findings(
+    pairs: pd.DataFrame, rng: np.random.Generator, column: str, margin: float, alpha: float
+) -> list[Finding]:
+    """Return bits, delta and |delta| of the pairs with the same tokens and finite log-probs, at least one."""
+    count = len(pairs)
+    lengths = pairs["compared"].to_numpy(np.int64)
+    delta_sums, abs_sums = (pairs[name].to_numpy(np.float64) for name in ("delta_sum", "abs_sum"))
+    equal = float((pairs["unequal"] == 0).mean())
+    test = significance.sign_flip(delta_sums / lengths, rng)
+    method = f"mean of responses; {test.relabellings} sign changes{' (all)' if test.exact else ''}"
+    return [
+        Finding(f"{column}.bitwise", equal, count, "share of them with all bits equal"),
+        Finding(f"{column}.delta", test.stat, count, method, claim="difference", p_value=test.p_value),
+        _token_mean(f"{column}.delta", delta_sums, lengths, alpha),
+        _equivalence(f"{column}.abs_delta", abs_sums / lengths, margin, alpha),
+        _token_mean(f"{column}.abs_delta", abs_sums, lengths, alpha),
+    ]
+
+
+def _equivalence(metric: str, response_means: Floats, margin: float, alpha: float) -> Finding:
+    """Test by two one-sided t-tests whether the mean over responses is below the margin."""
+    estimate = significance.one_sample(response_means)
+    low, high = significance.t_interval(estimate, 1 - 2 * alpha)
+    return Finding(
+        metric,
+        estimate.mean,
+        len(response_means),
+        "mean of responses; TOST",
+        claim="equivalence",
+        p_value=significance.tost(estimate, margin),
+        ci_lo=low,
+        ci_hi=high,
+        margin=margin,
+    )
+
+
+def _token_mean(metric: str, sums: Floats, lengths: npt.NDArray[np.int64], alpha: float) -> Finding:
+    """Return the mean over tokens, from the sums and lengths of the responses."""
+    value, se = ratio_of_sums(sums, lengths.astype(np.float64))
+    low, high = significance.t_interval(significance.Estimate(value, se, len(sums) - 1), 1 - alpha)
+    return Finding(metric, value, len(sums), "token mean; clustered by response", ci_lo=low, ci_hi=high)

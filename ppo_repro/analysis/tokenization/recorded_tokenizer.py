@@ -23,12 +23,17 @@ class RecordedTokenizer:
     special_ids: frozenset[int]
 
 
+def tokenizer_path(run_dir: Path) -> Path | None:
+    """Return the file of a run's tokenizer; None if the run has none yet."""
+    return next((run_dir / name for name in PATHS if (run_dir / name).is_file()), None)
+
+
 def recorded_tokenizer(run_dir: Path | str) -> RecordedTokenizer:
     """Return the tokenizer of a recorded run. Raises UserError if the run has none, or it cannot be read."""
-    for path in (Path(run_dir) / name for name in PATHS):
-        if path.is_file():
-            return load_tokenizer(path)
-    raise UserError(f"{run_dir}: has no tokenizer.json, looked for {' and '.join(PATHS)}; finish the run first")
+    path = tokenizer_path(Path(run_dir))
+    if path is None:
+        raise UserError(f"{run_dir}: has no tokenizer.json, looked for {' and '.join(PATHS)}; finish the run first")
+    return load_tokenizer(path)
 
 
 def load_tokenizer(path: Path) -> RecordedTokenizer:

@@ -1,7 +1,7 @@
 """Make the tables of tokenization and KL of a recorded run, iteration by iteration.
 
 `words` finds the words; `token_kl` makes tables by token, word and response and averages them; `word_clip` computes the
-clip band for words; `retokenize` decodes and encodes the responses again.
+clip band for words; `retokenize` decodes and encodes the responses again with the tokenizer of `recorded_tokenizer`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pandas as pd
 from ppo_repro.analysis.clip_rules import token_rule
 from ppo_repro.analysis.iterations import chosen_iterations
 from ppo_repro.analysis.tokenization.recorded_tokenizer import RecordedTokenizer
-from ppo_repro.analysis.tokenization.retokenize import DRIFT_COLUMNS, drift_summary, retokenization
+from ppo_repro.analysis.tokenization.retokenize import DRIFT_COLUMNS, DriftSummary, drift_summary, retokenization
 from ppo_repro.analysis.tokenization.token_kl import (
     KL_TOKEN_COLUMNS,
     SEQUENCE_COLUMNS,
@@ -33,16 +33,16 @@ from ppo_repro.records.manifest import Manifest, require_responses
 
 @dataclass(frozen=True)
 class TokenizationTables:
-    """Tables of one iteration: `token_table`, `word_table`, `response_table`, `summary_table` and `clip_table`.
+    """Tables of one iteration.
 
     `clip_band` is None for objectives without a clip band, and for iterations that a fork copied from its origin.
     """
 
-    tokens: pd.DataFrame
-    words: pd.DataFrame
-    responses: pd.DataFrame
-    summary: pd.DataFrame
-    clip_band: pd.DataFrame | None
+    tokens: pd.DataFrame  # a row per `TokenRow`
+    words: pd.DataFrame  # of `word_table`
+    responses: pd.DataFrame  # of `response_table`
+    summary: pd.DataFrame  # a row per `SummaryRow`, after the iteration
+    clip_band: pd.DataFrame | None  # a row per `ClipBand`
 
 
 def iteration_tables(
@@ -60,43 +60,46 @@ def iteration_tables(
         words=words,
         responses=responses,
         summary=summary_table(responses, words),
-        clip_band=_clip(run_dir, recorded, iteration, table, tokens) if iteration in recorded.own_iterations else None,
+        clip_band=_clip_band(run_dir, recorded, iteration, table, tokens),
     )
 
 
-def _clip(
+def _clip_band(
     run_dir: Path | str, recorded: Manifest, iteration: int, table: pd.DataFrame, tokens: pd.DataFrame
 ) -> pd.DataFrame | None:
-    ppo, one = load_recorded_config(run_dir).ppo, [iteration]
-    row = reader.read_iterations(run_dir, iterations=one, columns=["clip_range"], recorded=recorded)
-    rule = token_rule(ppo, row["clip_range"].item())
+    if iteration not in recorded.own_iterations:
+        return None
+    recorded_row = reader.read_iterations(run_dir, iterations=[iteration], columns=["clip_range"], recorded=recorded)
+    rule = token_rule(load_recorded_config(run_dir).ppo, recorded_row["clip_range"].item())
     if rule is None:
         return None
-    updates = reader.read_updates(run_dir, iterations=one, columns=UPDATE_COLUMNS, recorded=recorded)
-    anchor = tokens[f"{rule.anchor}_logprobs"]
-    return clip_table(word_ratios(table, anchor, updates, rule))
+    updates = reader.read_updates(run_dir, iterations=[iteration], columns=UPDATE_COLUMNS, recorded=recorded)
+    return clip_table(word_ratios(table, tokens[f"{rule.anchor}_logprobs"], updates, rule))
 
 
 def summary_by_iteration(run_dir: Path | str, *, boundary: Boundary, iterations: Sequence[int] | None) -> pd.DataFrame:
-    """Return `summary_table` of `iterations` (None: all), one below the other.
+    """Return the rows of `summary_table` for each of `iterations` (None: all).
 
     Raises UserError on missing or damaged records.
     """
     recorded = reader.open_manifest(run_dir)
     chosen = chosen_iterations(recorded, iterations)
-    tables = [iteration_tables(run_dir, i, boundary=boundary, recorded=recorded).summary for i in chosen]
-    return pd.concat(tables, ignore_index=True)
+    summaries = [
+        iteration_tables(run_dir, iteration, boundary=boundary, recorded=recorded).summary for iteration in chosen
+    ]
+    return pd.concat(summaries, ignore_index=True)
 
 
 def drift_by_iteration(
     run_dir: Path | str, tokenizer: RecordedTokenizer, *, iterations: Sequence[int] | None = None
 ) -> pd.DataFrame:
-    """Return `drift_summary` of `iterations` (None: all), one row each.
+    """Return a `DriftSummary` for each of `iterations` (None: all).
 
     Raises UserError if the tokenizer is not the run's.
     """
-    recorded, rows = reader.open_manifest(run_dir), []
+    recorded = reader.open_manifest(run_dir)
+    rows = []
     for iteration in chosen_iterations(recorded, iterations):
         sequences = reader.read_sequences(run_dir, iterations=[iteration], columns=DRIFT_COLUMNS, recorded=recorded)
-        rows.append({"iteration": iteration, **drift_summary(retokenization(sequences, tokenizer))})
-    return pd.DataFrame(rows)
+        rows.append(drift_summary(retokenization(sequences, tokenizer)))
+    return pd.DataFrame(rows, columns=DriftSummary._fields)

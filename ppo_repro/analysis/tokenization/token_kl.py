@@ -20,17 +20,43 @@ from ppo_repro.statistics.kl import k3
 
 OFFSETS = ["char_start", "char_end", "byte_start", "byte_end"]
 KL_TOKEN_COLUMNS = [
-    *(*TOKEN_KEY, "token_id", *OFFSETS, "sub_idx"),
-    *("rollout_logprobs", "old_logprobs", "ref_logprobs", "entropies", "ref_kl"),
-]
+    *TOKEN_KEY, "token_id", *OFFSETS, "sub_idx", "rollout_logprobs", "old_logprobs", "ref_logprobs", "entropies",
+    "ref_kl",
+]  # fmt: skip
 SEQUENCE_COLUMNS = ["iteration", "sequence", "response"]
 # summed over tokens, in nats
 KL_METRICS = ["k1", "k3", "abs_k1", "ref_kl", "entropy"]
 UNITS = {"token": "n_tokens", "word": "n_words", "char": "n_chars", "byte": "n_bytes"}
 
 
+class TokenRow(NamedTuple):
+    """A token of an iteration: a row of `token_table`; KL_METRICS in nats, float64.
+
+    word_id, sub_idx and sub_len follow the convention for white space, not the recorded words.
+    """
+
+    iteration: int
+    sequence: int
+    position: int
+    token_id: int
+    char_start: int
+    char_end: int
+    byte_start: int
+    byte_end: int
+    word_id: int  # the fields of `Words`
+    sub_idx: int
+    sub_len: int
+    is_special: bool
+    straddles: bool
+    k1: float
+    k3: float
+    abs_k1: float
+    ref_kl: float
+    entropy: float
+
+
 class SummaryRow(NamedTuple):
-    """A metric per unit by one reduction: a row of `summary_table`."""
+    """A metric per unit by one reduction: a row of `summary_table`, whose first column is the iteration."""
 
     metric: str
     unit: str
@@ -53,55 +79,64 @@ def estimators(old_logprobs: Floats, ref_logprobs: Floats) -> dict[str, Floats]:
 
 
 def token_table(tokens: pd.DataFrame, sequences: pd.DataFrame, *, boundary: Boundary) -> pd.DataFrame:
-    """Return one row per token of one iteration; KL_METRICS in nats, float64.
+    """Return a `TokenRow` for each token of one iteration.
 
-    `tokens` has KL_TOKEN_COLUMNS, and `sequences` has SEQUENCE_COLUMNS. word_id, sub_idx and sub_len follow `boundary`,
-    not the recorded words.
+    `tokens` has KL_TOKEN_COLUMNS, and `sequences` has SEQUENCE_COLUMNS.
     """
-    text = text_of(sequences)
-    words = find_words(tokens, text, boundary)
+    words = find_words(tokens, text_of(sequences), boundary)
     columns = {
         **{name: tokens[name].to_numpy() for name in [*TOKEN_KEY, "token_id", *OFFSETS]},
-        **{name: getattr(words, name) for name in ("word_id", "sub_idx", "sub_len", "is_special", "straddles")},
+        **vars(words),
         **estimators(tokens["old_logprobs"].to_numpy(), tokens["ref_logprobs"].to_numpy()),
         "ref_kl": tokens["ref_kl"].to_numpy(np.float64),
         "entropy": tokens["entropies"].to_numpy(np.float64),
     }
-    return pd.DataFrame(columns)
+    return pd.DataFrame(columns, columns=TokenRow._fields)
 
 
 def word_table(table: pd.DataFrame) -> pd.DataFrame:
-    """Return one row per word of a `token_table`; KL_METRICS are sums over the word's tokens, nats.
+    """Return one row per word of a `token_table`.
 
-    `<metric>_first` is the metric of the word's first token. `k1` is log p(word) / q(word). n_tokens, n_chars, n_bytes:
-    size of the word; n_straddling: tokens with characters of two words.
+    Returns:
+        The columns iteration, sequence, word_id, is_special, and
+
+        n_tokens, n_chars, n_bytes: size of the word
+        n_straddling: number of its tokens with characters of two words
+        NAME for each of KL_METRICS: sum over its tokens, nats; k1 is log p(word) / q(word)
+        NAME_first for each of KL_METRICS: of its first token, nats
     """
     starts = np.flatnonzero(table["sub_idx"].to_numpy() == 0)
-    first, last = table.iloc[starts], table.iloc[np.append(starts, len(table))[1:] - 1]
-    words = first[["iteration", "sequence", "word_id", "is_special"]].reset_index(drop=True)
-    words["n_tokens"] = first["sub_len"].to_numpy()
-    for name in ("char", "byte"):
-        words[UNITS[name]] = last[f"{name}_end"].to_numpy() - first[f"{name}_start"].to_numpy()
+    first_tokens = table.iloc[starts]
+    last_tokens = table.iloc[np.append(starts, len(table))[1:] - 1]
+    words = first_tokens[["iteration", "sequence", "word_id", "is_special"]].reset_index(drop=True)
+    words["n_tokens"] = first_tokens["sub_len"].to_numpy()
+    for unit in ("char", "byte"):
+        words[UNITS[unit]] = last_tokens[f"{unit}_end"].to_numpy() - first_tokens[f"{unit}_start"].to_numpy()
     words["n_straddling"] = segment_sums(table["straddles"].to_numpy().astype(np.float64), starts).astype(np.int64)
     for name in KL_METRICS:
         words[name] = segment_sums(table[name].to_numpy(), starts)
-        words[f"{name}_first"] = first[name].to_numpy()
+        words[f"{name}_first"] = first_tokens[name].to_numpy()
     return words
 
 
 def response_table(table: pd.DataFrame, sequences: pd.DataFrame) -> pd.DataFrame:
-    """Return one row per response; KL_METRICS are sums over its tokens, nats.
+    """Return one row per response of a `token_table`.
 
-    `<metric>_per_<unit>` is the sum divided by the number of units (UNITS), NaN if that number is 0. The end token is
-    in the sums, but it is not a word.
+    Returns:
+        The columns iteration, sequence, and
+
+        n_tokens, n_words, n_chars, n_bytes: sizes of the response; the end token is not a word
+        NAME for each of KL_METRICS: sum over its tokens, nats, with the end token
+        NAME_per_UNIT for each of KL_METRICS and UNITS: the sum divided by the number of units; NaN if that is 0
     """
     starts = np.flatnonzero(table["position"].to_numpy() == 0)
     text = text_of(sequences)
     responses = sequences[["iteration", "sequence"]].reset_index(drop=True)
     responses["n_tokens"] = np.diff(np.append(starts, len(table)))
-    is_word = ((table["sub_idx"] == 0) & ~table["is_special"]).to_numpy()
-    responses["n_words"] = segment_sums(is_word.astype(np.float64), starts).astype(np.int64)
-    responses["n_chars"], responses["n_bytes"] = np.diff(text.starts), text.byte_lengths
+    begins_word = ((table["sub_idx"] == 0) & ~table["is_special"]).to_numpy()
+    responses["n_words"] = segment_sums(begins_word.astype(np.float64), starts).astype(np.int64)
+    responses["n_chars"] = np.diff(text.starts)
+    responses["n_bytes"] = text.byte_lengths
     for name in KL_METRICS:
         responses[name] = segment_sums(table[name].to_numpy(), starts)
         for unit, count in UNITS.items():
@@ -125,8 +160,12 @@ def summary_table(responses: pd.DataFrame, words: pd.DataFrame) -> pd.DataFrame:
     `<metric>_first_share` is the share of the words' first tokens in the sum over all words of text. Terms of k1 cancel
     out, so its share is NaN if the sum is below 3 standard errors.
     """
-    of_text = words[~words["is_special"].to_numpy(bool)]
-    rows = [*_of_units(responses), *_first_shares(responses, of_text), *_of_words(responses, of_text)]
+    text_words = words[~words["is_special"].to_numpy(bool)]
+    rows = [
+        *_metrics_by_unit(responses),
+        *_first_token_shares(responses, text_words),
+        *_word_statistics(responses, text_words),
+    ]
     summary = pd.DataFrame(rows, columns=SUMMARY_COLUMNS)
     summary.insert(0, "iteration", int(responses["iteration"].iloc[0]))
     return summary
@@ -148,48 +187,49 @@ def _row(metric: str, unit: str, reduction: str, sums: Floats, counts: Floats, u
     )
 
 
-def _of_units(responses: pd.DataFrame) -> Iterator[SummaryRow]:
+def _metrics_by_unit(responses: pd.DataFrame) -> Iterator[SummaryRow]:
     """Yield KL_METRICS per sequence and per unit."""
     ones = np.ones(len(responses))
     for name in KL_METRICS:
-        total = responses[name].to_numpy(np.float64)
-        yield _row(name, "sequence", "seq_mean_token_sum", total, ones, 0)
+        sums = responses[name].to_numpy(np.float64)
+        yield _row(name, "sequence", "seq_mean_token_sum", sums, ones, 0)
         for unit, column in UNITS.items():
-            count = responses[column].to_numpy(np.float64)
-            has = count > 0
-            undefined = int((~has).sum())
-            yield _row(name, unit, "ratio_of_sums", total, count, undefined)
-            yield _row(name, unit, "mean_of_ratios", total[has] / count[has], ones[has], undefined)
+            counts = responses[column].to_numpy(np.float64)
+            defined = counts > 0
+            undefined = int((~defined).sum())
+            yield _row(name, unit, "ratio_of_sums", sums, counts, undefined)
+            yield _row(name, unit, "mean_of_ratios", sums[defined] / counts[defined], ones[defined], undefined)
 
 
-def _first_shares(responses: pd.DataFrame, words: pd.DataFrame) -> Iterator[SummaryRow]:
+def _first_token_shares(responses: pd.DataFrame, words: pd.DataFrame) -> Iterator[SummaryRow]:
     """Yield the share of the words' first tokens in each of KL_METRICS."""
     without_words = int((responses["n_words"] == 0).sum())
     for name in KL_METRICS:
-        first, total = (_by_response(responses, words, words[column]) for column in (f"{name}_first", name))
+        first_sums = _sums_over_words(responses, words, words[f"{name}_first"])
+        sums = _sums_over_words(responses, words, words[name])
         if name == "k1":
-            mean, se = ratio_of_sums(total, np.ones(len(responses)))
-            first = first if abs(mean) >= 3.0 * se else np.full(len(first), np.nan)
-        yield _row(f"{name}_first_share", "share", "ratio_of_sums", first, total, without_words)
+            mean, se = ratio_of_sums(sums, np.ones(len(responses)))
+            first_sums = first_sums if abs(mean) >= 3.0 * se else np.full(len(first_sums), np.nan)
+        yield _row(f"{name}_first_share", "share", "ratio_of_sums", first_sums, sums, without_words)
 
 
-def _of_words(responses: pd.DataFrame, words: pd.DataFrame) -> Iterator[SummaryRow]:
+def _word_statistics(responses: pd.DataFrame, words: pd.DataFrame) -> Iterator[SummaryRow]:
     """Yield lengths of words, and shares and means over words."""
     for metric, unit in (("n_tokens", "char"), ("n_tokens", "word"), ("n_chars", "word")):
-        count = responses[UNITS[unit]].to_numpy(np.float64)
+        counts = responses[UNITS[unit]].to_numpy(np.float64)
         sums = responses[metric].to_numpy(np.float64)
-        yield _row(metric, unit, "ratio_of_sums", sums, count, int((count == 0).sum()))
-    count = responses["n_words"].to_numpy(np.float64)
+        yield _row(metric, unit, "ratio_of_sums", sums, counts, int((counts == 0).sum()))
+    counts = responses["n_words"].to_numpy(np.float64)
     for metric, values in (
         ("straddling_words", words["n_straddling"] > 0),
         ("single_token_words", words["n_tokens"] == 1),
         ("abs_k1_of_words", words["k1"].abs()),
     ):
-        sums = _by_response(responses, words, values)
-        yield _row(metric, "word", "ratio_of_sums", sums, count, int((count == 0).sum()))
+        sums = _sums_over_words(responses, words, values)
+        yield _row(metric, "word", "ratio_of_sums", sums, counts, int((counts == 0).sum()))
 
 
-def _by_response(responses: pd.DataFrame, words: pd.DataFrame, values: pd.Series) -> Floats:
+def _sums_over_words(responses: pd.DataFrame, words: pd.DataFrame, values: pd.Series) -> Floats:
     """Return the sum of the values of each response's words."""
     weights = values.to_numpy(np.float64)
     sums = np.bincount(words["sequence"].to_numpy(np.int64), weights=weights, minlength=len(responses))

@@ -13,60 +13,27 @@ import pandas as pd
 
 from ppo_repro.analysis.clip_flags import is_outside, ratios_of, recorded_clipped
 from ppo_repro.analysis.clip_rules import ClipRule
+from ppo_repro.records.logprob_pairs import TOKEN_KEY
 from ppo_repro.statistics.clusters import Ratio, ratio_of_sums
 
 UPDATE_COLUMNS = ["iteration", "epoch", "minibatch", "sequence", "position", "new_logprobs", "clip_flag"]
 
 
-def word_ratios(
-    token_table: pd.DataFrame, anchor_logprobs: pd.Series, updates: pd.DataFrame, rule: ClipRule
-) -> pd.DataFrame:
-    """Return one row per word and epoch of one iteration: log-ratio, and the tokens outside the band.
+class WordRatio(NamedTuple):
+    """The ratio of a word in an epoch, and its tokens outside the band: a row of `word_ratios`."""
 
-    Ratios are exp(new - anchor) in float64, compared strictly.
-
-    Args:
-        token_table: the frame of `token_kl.token_table`, one row for each of N tokens.
-        anchor_logprobs: [N], the denominator of the run's ratio.
-        updates: UPDATE_COLUMNS; rows of steps that the policy did not take (null) are left out.
-        rule: the clip range of the iteration, whose band is [1 - low, 1 + high].
-
-    Returns:
-        The columns iteration, epoch, sequence, word_id, is_special, and
-
-        n_tokens: number of the word's tokens
-        log_ratio: sum of the tokens' log-ratios; NaN if one is NaN
-        ratio_max: largest ratio of a token, without NaN
-        n_outside: number of tokens outside the band
-        n_removed: number of tokens with a recorded clip_* flag
-        word_outside: whether the word's ratio is outside the band
-        word_outside_scaled: whether the word's ratio is outside [(1 - low)^n, (1 + high)^n], which needs an outside
-            token
-    """
-    names = ["iteration", "sequence", "position", "word_id", "is_special"]
-    anchored = token_table[names].assign(anchor=anchor_logprobs.to_numpy(np.float64))
-    rows = updates[updates["clip_flag"].notna()].merge(anchored, on=names[:3], validate="many_to_one")
-    log_ratio = rows["new_logprobs"].astype(np.float64) - rows["anchor"]
-    ratio = ratios_of(log_ratio.to_numpy())
-    rows = rows.assign(
-        n_tokens=1,
-        log_ratio=log_ratio,
-        ratio_max=ratio,
-        n_outside=is_outside(ratio, rule),
-        n_removed=recorded_clipped(rows["clip_flag"]),
-        n_nan=log_ratio.isna(),
-    )
-    keys = ["iteration", "epoch", "sequence", "word_id", "is_special"]
-    words = rows.groupby(keys, as_index=False).agg(
-        **{name: (name, "sum") for name in ("n_tokens", "log_ratio", "n_outside", "n_removed", "n_nan")},
-        ratio_max=("ratio_max", "max"),
-    )
-    words["log_ratio"] = words["log_ratio"].mask(words.pop("n_nan") > 0)  # the sum leaves out NaN
-    total = words["log_ratio"].to_numpy()
-    words["word_outside"] = is_outside(ratios_of(total), rule)
-    # r < (1 - low)^n is r^(1/n) < 1 - low
-    words["word_outside_scaled"] = is_outside(ratios_of(total / words["n_tokens"].to_numpy()), rule)
-    return words
+    iteration: int
+    epoch: int
+    sequence: int
+    word_id: int
+    is_special: bool
+    n_tokens: int
+    log_ratio: float  # sum of the tokens' log-ratios; NaN if one is NaN
+    ratio_max: float  # of a token, without NaN
+    n_outside: int  # tokens outside the band
+    n_removed: int  # tokens with a recorded clip_* flag
+    word_outside: bool  # the word's ratio is outside the band
+    word_outside_scaled: bool  # the word's ratio is outside [(1 - low)^n, (1 + high)^n], which needs an outside token
 
 
 class ClipBand(NamedTuple):
@@ -91,28 +58,73 @@ class ClipBand(NamedTuple):
     word_ratio_max: float
 
 
+def word_ratios(
+    token_table: pd.DataFrame, anchor_logprobs: pd.Series, updates: pd.DataFrame, rule: ClipRule
+) -> pd.DataFrame:
+    """Return a `WordRatio` for each word and epoch of one iteration.
+
+    Ratios are exp(new - anchor) in float64, compared strictly.
+
+    Args:
+        token_table: a `TokenRow` for each of N tokens.
+        anchor_logprobs: [N], the denominator of the run's ratio.
+        updates: UPDATE_COLUMNS; rows of steps that the policy did not take (null) are left out.
+        rule: the clip range of the iteration, whose band is [1 - low, 1 + high].
+    """
+    anchored = token_table[[*TOKEN_KEY, "word_id", "is_special"]].assign(anchor=anchor_logprobs.to_numpy(np.float64))
+    visits = updates[updates["clip_flag"].notna()].merge(anchored, on=TOKEN_KEY, validate="many_to_one")
+    log_ratios = visits["new_logprobs"].astype(np.float64) - visits["anchor"]
+    ratios = ratios_of(log_ratios.to_numpy())
+    visits = visits.assign(
+        n_tokens=1,
+        log_ratio=log_ratios,
+        ratio_max=ratios,
+        n_outside=is_outside(ratios, rule),
+        n_removed=recorded_clipped(visits["clip_flag"]),
+        n_nan=log_ratios.isna(),
+    )
+    keys = ["iteration", "epoch", "sequence", "word_id", "is_special"]
+    summed = ["n_tokens", "log_ratio", "n_outside", "n_removed", "n_nan"]
+    words = visits.groupby(keys, as_index=False).agg({**dict.fromkeys(summed, "sum"), "ratio_max": "max"})
+    words["log_ratio"] = words["log_ratio"].mask(words["n_nan"] > 0)  # the sum leaves out NaN
+    word_log_ratios = words["log_ratio"].to_numpy()
+    words["word_outside"] = is_outside(ratios_of(word_log_ratios), rule)
+    # r < (1 - low)^n is r^(1/n) < 1 - low
+    words["word_outside_scaled"] = is_outside(ratios_of(word_log_ratios / words["n_tokens"].to_numpy()), rule)
+    return words[[*WordRatio._fields]]
+
+
 def clip_table(words: pd.DataFrame) -> pd.DataFrame:
-    """Return a `ClipBand` per iteration and epoch, from the rows of `word_ratios`."""
+    """Return a `ClipBand` for each iteration and epoch, from the rows of `word_ratios`."""
     rows = []
-    for _, tokens in words.groupby(["iteration", "epoch"], sort=True):
-        of_text = tokens[~tokens["is_special"]].assign(n_words=1)
+    for _, epoch_words in words.groupby(["iteration", "epoch"], sort=True):
+        text_words = epoch_words[~epoch_words["is_special"]].assign(n_words=1)
+        outside = _share(epoch_words, "n_outside", "n_tokens")
+        removed = _share(epoch_words, "n_removed", "n_tokens")
+        word_outside = _share(text_words, "word_outside", "n_words")
+        word_outside_scaled = _share(text_words, "word_outside_scaled", "n_words")
         rows.append(
             ClipBand(
-                int(tokens["iteration"].iloc[0]),
-                int(tokens["epoch"].iloc[0]),
-                int(tokens["n_tokens"].sum()),
-                len(of_text),
-                *_share(tokens, "n_outside", "n_tokens"),
-                *_share(tokens, "n_removed", "n_tokens"),
-                *_share(of_text, "word_outside", "n_words"),
-                *_share(of_text, "word_outside_scaled", "n_words"),
-                tokens["ratio_max"].max(),
-                np.exp(of_text["log_ratio"].max()),
+                iteration=int(epoch_words["iteration"].iloc[0]),
+                epoch=int(epoch_words["epoch"].iloc[0]),
+                n_tokens=int(epoch_words["n_tokens"].sum()),
+                n_words=len(text_words),
+                outside=outside.value,
+                outside_se=outside.se,
+                removed=removed.value,
+                removed_se=removed.se,
+                word_outside=word_outside.value,
+                word_outside_se=word_outside.se,
+                word_outside_scaled=word_outside_scaled.value,
+                word_outside_scaled_se=word_outside_scaled.se,
+                ratio_max=epoch_words["ratio_max"].max(),
+                word_ratio_max=np.exp(text_words["log_ratio"].max()),
             )
         )
     return pd.DataFrame(rows, columns=ClipBand._fields)
 
 
-def _share(frame: pd.DataFrame, count: str, unit: str) -> Ratio:
-    sums = frame.groupby("sequence")[[count, unit]].sum()
+def _share(words: pd.DataFrame, count: str, unit: str) -> Ratio:
+    """Return the sum of the column `count` divided by the sum of the column `unit`."""
+    sums = words.groupby("sequence")[[count, unit]].sum()
     return ratio_of_sums(sums[count].to_numpy(np.float64), sums[unit].to_numpy(np.float64))

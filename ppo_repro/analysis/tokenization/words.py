@@ -50,20 +50,7 @@ def text_of(sequences: pd.DataFrame) -> Text:
     responses = list(sequences["response"])
     octets = np.array([len(response.encode()) for response in responses], dtype=np.int64)
     codes = np.frombuffer("".join(responses).encode("utf-32-le"), dtype="<u4")
-    return Text(codes, _offsets([len(r) for r in responses]), octets)
-
-
-def first_tokens_of(tokens: pd.DataFrame) -> Ints:
-    """Return the index of each response's first token.
-
-    Raises ValueError unless rows are one iteration's tokens in order.
-    """
-    sequence, position = tokens["sequence"].to_numpy(np.int64), tokens["position"].to_numpy(np.int64)
-    starts = np.flatnonzero(position == 0)
-    expected = np.arange(len(tokens)) - starts[sequence] if len(starts) > sequence.max(initial=-1) else None
-    if tokens["iteration"].nunique() > 1 or expected is None or (expected != position).any():
-        raise ValueError("tokens must be those of one iteration, in their recorded order")
-    return starts
+    return Text(codes, _offsets([len(response) for response in responses]), octets)
 
 
 def find_words(tokens: pd.DataFrame, text: Text, boundary: Boundary) -> Words:
@@ -80,25 +67,42 @@ def find_words(tokens: pd.DataFrame, text: Text, boundary: Boundary) -> Words:
     """
     if boundary not in BOUNDARIES:
         raise UserError(f"boundary = {boundary!r}: must be one of {', '.join(BOUNDARIES)}")
-    first_tokens = first_tokens_of(tokens)
+    first_tokens = _first_tokens(tokens)
     sequence = tokens["sequence"].to_numpy(np.int64)
     start, end = (text.starts[sequence] + tokens[name].to_numpy(np.int64) for name in ("char_start", "char_end"))
+    has_text = end > start
     is_first = np.zeros(len(tokens), dtype=bool)
     is_first[first_tokens] = True
-    special = _special(tokens["sub_idx"].to_numpy(np.int64), start == end, is_first)
-    special |= text.starts[sequence] == text.starts[sequence + 1]
-    words = _words_of_characters(text, boundary)
-    last = np.where(end > start, _last_character(text, start, end), start)
-    word = words[np.clip(last, 0, max(len(words) - 1, 0))] if len(words) else np.zeros(len(tokens), np.int64)
-    begins = is_first | special
-    begins[1:] |= special[:-1] | (word[1:] != word[:-1])
+    is_in_empty_response = text.starts[sequence] == text.starts[sequence + 1]
+    is_special = _has_own_word(tokens["sub_idx"].to_numpy(np.int64), ~has_text, is_first) | is_in_empty_response
+
+    space = _is_space(text)
+    character_words = _character_words(text, space, boundary)
+    last = np.where(has_text, _last_character(space, start, end), start)
+    # a token without text at the end of the whole text starts behind the last character
+    inside = np.minimum(last, len(character_words) - 1)
+    token_words = character_words[inside] if len(character_words) else np.zeros(len(tokens), np.int64)
+    begins = is_first | is_special
+    begins[1:] |= is_special[:-1] | (token_words[1:] != token_words[:-1])
     straddles = np.zeros(len(tokens), dtype=bool)
-    spelled = end > start
-    straddles[spelled] = words[start[spelled]] != words[end[spelled] - 1]
-    return _numbered(begins, first_tokens, special, straddles)
+    straddles[has_text] = character_words[start[has_text]] != character_words[end[has_text] - 1]
+    return _numbered(begins, first_tokens, is_special, straddles)
 
 
-def is_space(text: Text) -> Bools:
+def _first_tokens(tokens: pd.DataFrame) -> Ints:
+    """Return the index of each response's first token.
+
+    Raises ValueError unless rows are one iteration's tokens in order.
+    """
+    sequence, position = tokens["sequence"].to_numpy(np.int64), tokens["position"].to_numpy(np.int64)
+    starts = np.flatnonzero(position == 0)
+    expected = np.arange(len(tokens)) - starts[sequence] if len(starts) > sequence.max(initial=-1) else None
+    if tokens["iteration"].nunique() > 1 or expected is None or (expected != position).any():
+        raise ValueError("tokens must be those of one iteration, in their recorded order")
+    return starts
+
+
+def _is_space(text: Text) -> Bools:
     """Return a bool [C]: whether each character is white space (`str.isspace`)."""
     unique, inverse = np.unique(text.codes, return_inverse=True)
     return np.array([chr(code).isspace() for code in unique], dtype=bool)[inverse] if len(unique) else np.zeros(0, bool)
@@ -108,27 +112,28 @@ def _offsets(lengths: list[int]) -> Ints:
     return np.concatenate([[0], np.cumsum(np.array(lengths, dtype=np.int64))]).astype(np.int64)
 
 
-def _special(recorded_sub_idx: Ints, without_text: Bools, is_first: Bools) -> Bools:
-    # a token that ends inside a character shares its recorded word with the next token; a special token does not
+def _has_own_word(recorded_sub_idx: Ints, without_text: Bools, is_first: Bools) -> Bools:
+    """Return which tokens without text share no recorded word with the next token.
+
+    A token that ends inside a character shares its recorded word with the next token; a special token does not.
+    """
     next_is_apart = np.ones(len(without_text), dtype=bool)
     next_is_apart[:-1] = (recorded_sub_idx[1:] == 0) | is_first[1:]
     return np.asarray(without_text & next_is_apart)
 
 
-def _words_of_characters(text: Text, boundary: Boundary) -> Ints:
+def _character_words(text: Text, space: Bools, boundary: Boundary) -> Ints:
     """Return the word index of every character, counted over the whole text."""
-    space = is_space(text)
     begins = np.zeros(len(space), dtype=bool)
-    first = text.starts[:-1][text.starts[:-1] < text.starts[1:]]
-    begins[first] = True
+    has_text = text.starts[:-1] < text.starts[1:]
+    begins[text.starts[:-1][has_text]] = True
     opens = space if boundary == "leading" else ~space
     begins[1:] |= opens[1:] & ~opens[:-1]
     return np.cumsum(begins) - 1
 
 
-def _last_character(text: Text, start: Ints, end: Ints) -> Ints:
+def _last_character(space: Bools, start: Ints, end: Ints) -> Ints:
     """Return the index of each span's last character that is not white space, or of its last character if all are."""
-    space = is_space(text)
     if not len(space):
         return start
     last_text = np.maximum.accumulate(np.where(space, -1, np.arange(len(space))))
@@ -136,15 +141,16 @@ def _last_character(text: Text, start: Ints, end: Ints) -> Ints:
     return np.where(last >= start, last, end - 1)
 
 
-def _numbered(begins: Bools, first_tokens: Ints, special: Bools, straddles: Bools) -> Words:
+def _numbered(begins: Bools, first_tokens: Ints, is_special: Bools, straddles: Bools) -> Words:
+    """Return the words, from which tokens begin one."""
     starts = np.flatnonzero(begins)
-    word = np.cumsum(begins) - 1
     lengths = np.diff(np.append(starts, len(begins)))
-    first_word = np.repeat(word[first_tokens], np.diff(np.append(first_tokens, len(begins))))
+    word = np.cumsum(begins) - 1  # counted over all responses
+    tokens_by_response = np.diff(np.append(first_tokens, len(begins)))
     return Words(
-        word_id=word - first_word,
-        sub_idx=np.arange(len(begins)) - starts[word] if len(starts) else np.zeros(0, np.int64),
-        sub_len=lengths[word] if len(starts) else np.zeros(0, np.int64),
-        is_special=special,
+        word_id=word - np.repeat(word[first_tokens], tokens_by_response),
+        sub_idx=np.arange(len(begins)) - starts[word],
+        sub_len=lengths[word],
+        is_special=is_special,
         straddles=straddles,
     )

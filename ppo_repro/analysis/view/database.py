@@ -22,8 +22,26 @@ from ppo_repro.analysis.clip_flags import flags_with
 from ppo_repro.records import manifest
 
 TIMEOUT_SECONDS = 10.0
-# one row per response; `mismatch` and `clipped` are those columns of `ResponseSummary`, `advantage` is the mean over
-# tokens; `correct` is null for a response that is neither right nor wrong. DuckDB takes isnan for false, because the
+# the columns of the table, with their types
+RESPONSE_COLUMNS = {
+    "run": "integer",  # number of the run
+    "iteration": "integer",
+    "sequence": "integer",
+    "prompt_key": "varchar",
+    "sample_index": "integer",
+    "prompt": "varchar",
+    "response": "varchar",
+    "answer": "varchar",
+    "score": "double",
+    "correct": "boolean",  # null for a response that is neither right nor wrong
+    "length": "integer",  # tokens
+    "finish": "varchar",
+    "mismatch": "double",  # like the field of `ResponseSummary`
+    "advantage": "double",  # mean over tokens
+    "clipped": "bigint",  # like the field of `ResponseSummary`
+}
+# The report computes `ResponseSummary` in pandas, because the report needs no DuckDB. This is SQL, because "As Python"
+# shows it, and because pandas or Arrow take twice the time to fill the table. DuckDB takes isnan for false, because the
 # statistics of a Parquet file leave out NaN
 RESPONSES = """select s.iteration, s.sequence, s.prompt_key, s.sample_index, s.prompt, s.response, s.answer,
        s.scores as score, case when {judged} then s.is_correct end as correct,
@@ -39,10 +57,7 @@ left join (select iteration, sequence, count(*) filter (where clip_flag in ({rem
 # which responses of a run are right or wrong
 Judged = Literal["none", "those with an answer", "all"]
 JUDGED: Mapping[Judged, str] = {"none": "false", "those with an answer": "s.answer <> ''", "all": "true"}
-CREATE = """create table responses (
-    run integer, iteration integer, sequence integer, prompt_key varchar, sample_index integer, prompt varchar,
-    response varchar, answer varchar, score double, correct boolean, length integer, finish varchar, mismatch double,
-    advantage double, clipped bigint)"""
+CREATE = f"create table responses ({', '.join(f'{name} {kind}' for name, kind in RESPONSE_COLUMNS.items())})"
 # DuckDB loads no extension: not from the network, and none of another session
 CONFIG: dict[str, str | bool | int | float | list[str]] = {
     "autoinstall_known_extensions": False,
@@ -59,29 +74,29 @@ def literal(text: str) -> str:
     return "'" + text.replace("'", "''") + "'"
 
 
-def source(paths: Sequence[str]) -> str:
-    """Return the SQL that reads Parquet files."""
+def parquet_sql(paths: Sequence[str]) -> str:
+    """Return the SQL that reads Parquet files; `paths` may have wildcards."""
     return f"read_parquet([{', '.join(map(literal, paths))}], union_by_name = true, hive_partitioning = false)"
 
 
-def pattern(path: Path) -> str:
-    """Return a path for DuckDB with escaped wildcards."""
+def escaped(path: Path) -> str:
+    """Return a path for DuckDB, with its wildcards escaped."""
     return re.sub(r"([*?\[])", r"[\1]", str(path))
 
 
-def responses_in(tables: Mapping[str, str], judged: Judged) -> str:
+def responses_sql(tables: Mapping[str, str], judged: Judged) -> str:
     """Return the SQL that reads the responses from the SQL of the tables sequences, tokens and updates."""
     removed = ", ".join(map(literal, flags_with("removed")))
     return RESPONSES.format(**tables, judged=JUDGED[judged], removed=removed)
 
 
-def responses_of(run_dir: Path, iterations: Sequence[int], judged: Judged) -> str:
-    """Return the SQL that reads the responses of the given iterations."""
+def run_responses_sql(run_dir: Path, iterations: Sequence[int], judged: Judged) -> str:
+    """Return the SQL that reads the responses of the given iterations of a run."""
     tables = {
-        name: source([pattern(manifest.table_path(run_dir, name, iteration)) for iteration in iterations])
+        name: parquet_sql([escaped(manifest.table_path(run_dir, name, iteration)) for iteration in iterations])
         for name in ("sequences", "tokens", "updates")
     }
-    return responses_in(tables, judged)
+    return responses_sql(tables, judged)
 
 
 class Responses:
@@ -91,12 +106,12 @@ class Responses:
         self._folder = TemporaryDirectory(prefix="ppo-repro-view-")
         self._database = duckdb.connect(str(Path(self._folder.name) / "responses.duckdb"), config=CONFIG)
         self._database.execute(CREATE)
-        self._cursors = set[Any]()  # each is a connection of its own: `interrupt` must reach all
+        self._cursors = set[Any]()  # each is a separate connection: `interrupt` must reach all
 
     def insert(self, run: int, run_dir: Path, iterations: Sequence[int], judged: Judged) -> None:
         """Add the responses of the given iterations of a run. Raises duckdb.Error if a file cannot be read."""
-        rows = responses_of(run_dir, iterations, judged)
-        self._database.execute(f"insert into responses select ?, * from ({rows})", [run])
+        rows = run_responses_sql(run_dir, iterations, judged)
+        self._database.execute(f"insert into responses by name select ?::integer as run, * from ({rows})", [run])
 
     def remove(self, run: int) -> None:
         """Remove the responses of a run."""
@@ -105,7 +120,7 @@ class Responses:
     def interrupt(self) -> None:
         """End all statements that run now."""
         for connection in (self._database, *tuple(self._cursors)):
-            with suppress(duckdb.ConnectionException):  # one that was closed just now
+            with suppress(duckdb.ConnectionException):  # it was closed just now
                 connection.interrupt()
 
     def close(self) -> None:
@@ -121,6 +136,17 @@ class Responses:
         self._folder.cleanup()
 
     @contextmanager
+    def cursor(self) -> Iterator[Any]:
+        """Yield a cursor without a time limit."""
+        cursor = self._database.cursor()
+        self._cursors.add(cursor)
+        try:
+            yield cursor
+        finally:
+            self._cursors.discard(cursor)
+            cursor.close()
+
+    @contextmanager
     def _limited_cursor(self) -> Iterator[Any]:
         """Yield a cursor. Raises Slow after TIMEOUT_SECONDS of a query."""
         with self.cursor() as cursor:
@@ -132,17 +158,6 @@ class Responses:
                 raise Slow from error
             finally:
                 timer.cancel()
-
-    @contextmanager
-    def cursor(self) -> Iterator[Any]:
-        """Yield a cursor without a time limit."""
-        cursor = self._database.cursor()
-        self._cursors.add(cursor)
-        try:
-            yield cursor
-        finally:
-            self._cursors.discard(cursor)
-            cursor.close()
 
     def rows(self, query: str, values: Sequence[Any] = ()) -> list[dict[str, Any]]:
         """Return the rows of a query as dicts by column. Raises Slow after TIMEOUT_SECONDS."""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import duckdb
 
-from ppo_repro.analysis.tokenization.recorded_tokenizer import RecordedTokenizer
+from ppo_repro.analysis.tokenization.recorded_tokenizer import RecordedTokenizer, load_tokenizer, tokenizer_path
 from ppo_repro.analysis.view.database import Judged, Responses
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.files import MANIFEST, folders_with
@@ -28,6 +28,14 @@ BATCH = 64  # iterations read at once
 LOOK_SECONDS = 1.0  # between two looks at the runs
 
 
+@dataclass(frozen=True)
+class LoadedTokenizer:
+    """The tokenizer of a run, with the time at which its file was changed."""
+
+    changed_ns: int
+    tokenizer: RecordedTokenizer
+
+
 @dataclass
 class IndexedRun:
     """One run: `read` counts the iterations that were read into the table; `damaged` has a line for each failure."""
@@ -43,7 +51,18 @@ class IndexedRun:
     read: int = 0
     is_gone: bool = False  # its folder was removed
     damaged: dict[int, str] = field(default_factory=dict)  # by iteration
-    tokenizer: tuple[int, RecordedTokenizer] | None = None  # after the first prompt; with the time of its file
+    loaded_tokenizer: LoadedTokenizer | None = None  # after the first prompt
+
+    def tokenizer(self) -> RecordedTokenizer | None:
+        """Return the tokenizer of the run, loaded once until its file changes; None if the run has none yet."""
+        path = tokenizer_path(self.folder)
+        if path is None:
+            return None
+        loaded = self.loaded_tokenizer
+        changed_ns = path.stat().st_mtime_ns
+        if loaded is None or loaded.changed_ns != changed_ns:  # another run may have the folder now
+            loaded = self.loaded_tokenizer = LoadedTokenizer(changed_ns, load_tokenizer(path))
+        return loaded.tokenizer
 
 
 def judged_by(reward: RewardConfig) -> Judged:
@@ -74,8 +93,12 @@ class Index:
     """
 
     def __init__(self, targets: Sequence[Path]) -> None:
-        self.targets, self.runs, self.version, self.others, self.failure = targets, list[IndexedRun](), 0, 0, ""
-        self._described: tuple[list[Setup], list[Setting]] = [], []
+        self.targets = targets
+        self.runs = list[IndexedRun]()
+        self.version = 0
+        self.others = 0  # folders of runs without responses, or that cannot be read
+        self.failure = ""
+        self._described: tuple[list[Setup], list[Setting]] = [], []  # the settings of these setups
         self.responses = Responses()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._follow, daemon=True)
@@ -92,6 +115,30 @@ class Index:
             self._thread.join(0.1)
         self.responses.close()
 
+    def present(self) -> list[IndexedRun]:
+        """Return the runs that were not removed."""
+        return [run for run in self.runs if not run.is_gone]
+
+    def settings(self) -> list[tuple[IndexedRun, Setting]]:
+        """Return each present run with its setting: its values of the fields in which runs differ."""
+        runs = self.present()
+        setups = [run.setup for run in runs]
+        described = self._described
+        if described[0] != setups:
+            described = self._described = setups, settings_of(setups)
+        return list(zip(runs, described[1], strict=True))
+
+    def look(self) -> None:
+        """Read the complete iterations that are not in the table; `damaged` gets the iterations that cannot be read."""
+        folders = list(self._folders())
+        for run in self.present():
+            if run.folder not in folders:
+                run.is_gone = True
+                self._clear(run)
+        known = {run.folder: run for run in self.present()}
+        seen = [self._updated(folder, known.get(folder)) for folder in folders]
+        self.others = seen.count(None)
+
     def _follow(self) -> None:
         while not self._ended.is_set():
             try:
@@ -106,16 +153,12 @@ class Index:
             self.failure = failure
             say(f"view: {failure}")
 
-    def look(self) -> None:
-        """Read the complete iterations that are not in the table; `damaged` gets the iterations that cannot be read."""
-        folders = list(self._folders())
-        for run in self.present():
-            if run.folder not in folders:
-                run.is_gone = True
-                self._clear(run)
-        known = {run.folder: run for run in self.present()}
-        seen = [self._updated(folder, known.get(folder)) for folder in folders]
-        self.others = seen.count(None)
+    def _folders(self) -> Iterator[Path]:
+        folders = dict[Path, Path]()  # targets may overlap
+        for target in self.targets:
+            for folder in sorted(folders_with(target, MANIFEST)):
+                folders.setdefault(folder.resolve(), folder)
+        yield from folders.values()
 
     def _updated(self, folder: Path, known: IndexedRun | None) -> IndexedRun | None:
         """Return the run of a folder after reading what is new of it; None if it has no responses that can be read."""
@@ -136,29 +179,20 @@ class Index:
         self._read(run)
         return run
 
-    def present(self) -> list[IndexedRun]:
-        """Return the runs that were not removed."""
-        return [run for run in self.runs if not run.is_gone]
-
-    def settings(self) -> list[tuple[IndexedRun, Setting]]:
-        """Return each present run with its setting: its values of the fields in which runs differ."""
-        runs = self.present()
-        setups, described = [run.setup for run in runs], self._described
-        if described[0] != setups:
-            described = self._described = setups, settings_of(setups)
-        return list(zip(runs, described[1], strict=True))
-
     def _added(self, folder: Path, head: Head) -> IndexedRun:
-        run = IndexedRun(len(self.runs), folder, self._name(folder), head, "", UNLABELLED, *_setup(folder, head))
+        setup, judged = _setup(folder, head)
+        run = IndexedRun(
+            number=len(self.runs),
+            folder=folder,
+            name=self._name(folder),
+            head=head,
+            state="",
+            label=UNLABELLED,
+            setup=setup,
+            judged=judged,
+        )
         self.runs.append(run)
         return run
-
-    def _folders(self) -> Iterator[Path]:
-        folders = dict[Path, Path]()  # targets may overlap
-        for target in self.targets:
-            for folder in sorted(folders_with(target, MANIFEST)):
-                folders.setdefault(folder.resolve(), folder)
-        yield from folders.values()
 
     def _name(self, folder: Path) -> str:
         base = next(target for target in self.targets if folder.is_relative_to(target))
@@ -167,7 +201,8 @@ class Index:
     def _clear(self, run: IndexedRun) -> None:
         """Remove the responses of a run from the table."""
         self.responses.remove(run.number)
-        run.read, run.damaged = 0, {}
+        run.read = 0
+        run.damaged = {}
         self.version += 1
 
     def _read(self, run: IndexedRun) -> None:

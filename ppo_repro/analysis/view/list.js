@@ -1,47 +1,49 @@
 // The list of responses: search, pages, columns, and the line about the runs.
-const LOOK_MS = 1500;
+const LOOK_MS = 1500; // between two requests for the state of the runs
+// a column with `isNumber` has a range among the filters, whose parameters query.py names
 const LIST_COLUMNS = [
-  // name, heading, class
-  ["prompt", "Prompt", ""],
-  ["response", "Response", ""],
-  ["score", "Score", "short number"],
-  ["correct", "Right", "short more"],
-  ["length", "Tokens", "short number more"],
-  ["finish", "Ended", "short more"],
-  ["mismatch", "Mismatch", "short number more"],
-  ["clipped", "Clipped", "short number more"],
-  ["advantage", "Advantage", "short number more"],
-  ["iteration", "Iteration", "short number more"],
-  ["run", "Run", "run more"],
+  { name: "prompt", heading: "Prompt", css: "" },
+  { name: "response", heading: "Response", css: "" },
+  { name: "score", heading: "Score", isNumber: true, css: "short number" },
+  { name: "correct", heading: "Right", css: "short more" },
+  { name: "length", heading: "Tokens", isNumber: true, css: "short number more" },
+  { name: "finish", heading: "Ended", css: "short more" },
+  { name: "mismatch", heading: "Mismatch", unit: "nats", isNumber: true, css: "short number more" },
+  { name: "clipped", heading: "Clipped", isNumber: true, css: "short number more" },
+  { name: "advantage", heading: "Advantage", isNumber: true, css: "short number more" },
+  { name: "iteration", heading: "Iteration", isNumber: true, css: "short number more" },
+  { name: "run", heading: "Run", css: "run more" },
 ];
 const listBody = document.querySelector("#list tbody");
 
-const columns = () => LIST_COLUMNS.filter(([name]) => name !== "correct" || someRunJudges());
+const shownColumns = () => LIST_COLUMNS.filter(({ name }) => name !== "correct" || someRunJudges());
 const grouped = (count) => count.toLocaleString("en");
 
 async function search() {
-  const query = filters();
+  const query = currentQuery();
   showAddress(query);
-  const found = await ask("responses", { ...query, offset: state.offset, limit: EACH });
-  if (!found) return;
-  if (!found.rows.length && state.offset && found.total) {
+  const page = await ask("responses", { ...query, offset: state.offset });
+  if (!page) return;
+  if (!page.rows.length && state.offset && page.total) {
     searchAgain();
     return;
   }
-  state.rows = found.rows;
-  at("found").textContent = summaryOf(found);
-  at("earlier").disabled = found.offset === 0;
-  at("later").disabled = found.offset + found.rows.length >= found.total;
+  state.rows = page.rows;
+  state.limit = page.limit;
+  at("summary").textContent = summaryOf(page);
+  at("earlier").disabled = page.offset === 0;
+  at("later").disabled = page.offset + page.rows.length >= page.total;
   showRows();
 }
 
+// searches from the first page on
 function searchAgain() {
   state.offset = 0;
   search();
 }
 
 function turnPage(by) {
-  state.offset = Math.max(0, state.offset + by * EACH);
+  state.offset = Math.max(0, state.offset + by * state.limit);
   search();
 }
 
@@ -53,12 +55,12 @@ function showAddress(query) {
   at("csv").href = "/api/csv?" + new URLSearchParams({ ...query, token });
 }
 
-function summaryOf(found) {
-  if (!found.total) return "No response matches.";
-  const shown = grouped(found.offset + 1) + " to " + grouped(found.offset + found.rows.length);
-  const allJudged = found.runs.every((number) => state.runs.get(number)?.judged);
-  const right = allJudged && found.correct !== null ? ", " + say(100 * found.correct, 3) + " % right" : "";
-  return shown + " of " + grouped(found.total) + " responses; mean score " + say(found.score, 4) + right;
+function summaryOf({ total, offset, rows, runs, score, correct }) {
+  if (!total) return "No response matches.";
+  const shown = grouped(offset + 1) + " to " + grouped(offset + rows.length);
+  const allJudged = runs.every((number) => state.runs.get(number)?.judged);
+  const right = allJudged && correct !== null ? ", " + say(100 * correct, 3) + " % right" : "";
+  return shown + " of " + grouped(total) + " responses; mean score " + say(score, 4) + right;
 }
 
 function showRows() {
@@ -73,17 +75,17 @@ function lineOf(row, i, isCurrent) {
   line.tabIndex = isCurrent ? 0 : -1;
   line.dataset.i = i;
   line.setAttribute("aria-selected", String(Boolean(isSame(row, state.chosen))));
-  line.append(...columns().map(([name, , kind]) => cellOf(row, name, kind)));
+  line.append(...shownColumns().map((column) => cellOf(row, column)));
   return line;
 }
 
-function cellOf(row, name, kind) {
-  const cell = make("td", undefined, kind);
-  if (name === "response") return putMarked(cell, row.response, form.elements.text.value, 40);
-  if (name === "prompt") return putMarked(cell, row.prompt, form.elements.prompt.value, 40);
+function cellOf(row, { name, css }) {
+  const cell = make("td", undefined, css);
+  if (name === "response") return putHighlighted(cell, row.response, form.elements.text.value, 40);
+  if (name === "prompt") return putHighlighted(cell, row.prompt, form.elements.prompt.value, 40);
   if (name === "correct") {
     cell.className += " " + judgement(row);
-    cell.textContent = MARKS[judgement(row)];
+    cell.textContent = JUDGEMENTS[judgement(row)];
   } else if (name === "run") {
     const run = state.runs.get(row.run);
     cell.textContent = visible(runName(row));
@@ -95,14 +97,14 @@ function cellOf(row, name, kind) {
 }
 
 function showHeads() {
-  document.querySelector("#list thead tr").replaceChildren(...columns().map(headOf));
+  document.querySelector("#list thead tr").replaceChildren(...shownColumns().map(headOf));
 }
 
-function headOf([name, label, kind]) {
+function headOf({ name, heading, css }) {
   const isSorted = state.sort === name;
   const arrow = state.order === "asc" ? " ▲" : " ▼";
-  const head = make("th", undefined, kind);
-  const button = make("button", label + (isSorted ? arrow : ""));
+  const head = make("th", undefined, css);
+  const button = make("button", heading + (isSorted ? arrow : ""));
   button.type = "button";
   button.dataset.sort = name;
   head.scope = "col";
@@ -121,15 +123,15 @@ function sortBy(name) {
 
 // asks for the state of the runs again and again; a new version of the server's table is searched again
 async function followRuns() {
-  const found = await ask("state");
-  if (found) {
-    showError("index", found.failure);
-    state.runs = new Map(found.runs.map((run) => [run.number, run]));
-    at("runs").textContent = lineAboutRuns(found);
-    if (found.version !== state.version) {
+  const index = await ask("state");
+  if (index) {
+    showError("index", index.failure);
+    state.runs = new Map(index.runs.map((run) => [run.number, run]));
+    at("runs").textContent = lineAboutRuns(index);
+    if (index.version !== state.version) {
       showHeads();
-      fillChoices(found);
-      state.version = found.version;
+      fillChoices(index);
+      state.version = index.version;
       await search();
     }
   }
@@ -150,8 +152,8 @@ function lineAboutRuns({ runs, others, damaged }) {
 }
 
 function fillChoices({ runs, finishes }) {
-  const called = (run) => nameOf(run) + (nameOf(run) === run.folder ? "" : " (" + run.folder + ")");
-  const choices = runs.map((run) => [run.number, visible(called(run))]);
+  const label = (run) => nameOf(run) + (nameOf(run) === run.folder ? "" : " (" + run.folder + ")");
+  const choices = runs.map((run) => [run.number, visible(label(run))]);
   at("judged").hidden = !someRunJudges();
   fill(form.elements.run, [["", "all"], ...choices], state.choices.run);
   fill(form.elements.finish, [["", "all"], ...finishes.map((name) => [name, name])], state.choices.finish);

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import duckdb
@@ -10,46 +11,38 @@ import pandas as pd
 
 from ppo_repro.analysis.report.data.chosen_responses import ChosenResponse
 from ppo_repro.analysis.report.data.token_view import TokenView, responses_by_token, token_view
-from ppo_repro.analysis.tokenization.recorded_tokenizer import PATHS, RecordedTokenizer, load_tokenizer
-from ppo_repro.analysis.view.database import Responses, pattern, source
+from ppo_repro.analysis.view.database import Responses, escaped, parquet_sql
 from ppo_repro.analysis.view.index import IndexedRun
 from ppo_repro.base.errors import UserError
 from ppo_repro.records import manifest
 
 
-def tokens_of_response(responses: Responses, run: IndexedRun, row: Mapping[str, Any]) -> TokenView:
-    """Return the token view of one row of the table.
+@dataclass(frozen=True)
+class OpenedResponse:
+    """A response as the page shows it."""
 
-    Raises UserError if the run's files cannot be read.
+    prompt: str | None  # decoded from its tokens, with special tokens; None if the run has no tokenizer yet
+    tokens: TokenView
+
+
+def open_response(responses: Responses, run: IndexedRun, row: Mapping[str, Any]) -> OpenedResponse:
+    """Read the response of one row of the table from the files of its run.
+
+    Raises UserError if the files cannot be read.
     """
-    shown = ChosenResponse(row["iteration"], row["sequence"], row["mismatch"], row["clipped"], why=())
+    iteration, sequence = row["iteration"], row["sequence"]
 
-    def rows_of(name: str) -> pd.DataFrame:
-        file = source([pattern(manifest.table_path(run.folder, name, row["iteration"]))])
+    def recorded(table: str) -> pd.DataFrame:
+        file = parquet_sql([escaped(manifest.table_path(run.folder, table, iteration))])
         try:
-            return responses.frame(f"select * from {file} where sequence = ?", [row["sequence"]])
+            return responses.frame(f"select * from {file} where sequence = ?", [sequence])
         except duckdb.Error as error:
             raise UserError(f"{run.name}: {str(error).splitlines()[0]}; the file was changed or damaged") from error
 
-    tables = rows_of("sequences"), rows_of("tokens"), rows_of("updates")
-    where = f"{run.name}: iteration {row['iteration']}"
-    return token_view(responses_by_token(*tables, [shown], where))
-
-
-def decoded_prompt(responses: Responses, run: IndexedRun, iteration: int, sequence: int) -> str | None:
-    """Return the prompt decoded from its tokens, with special tokens; None if the run has no tokenizer yet."""
-    file = source([pattern(manifest.table_path(run.folder, "sequences", iteration))])
-    rows = responses.rows(f"select prompt_ids from {file} where sequence = ?", [sequence])
-    tokenizer = _tokenizer(run)
-    return tokenizer.decode_all(rows[0]["prompt_ids"]) if tokenizer and rows else None
-
-
-def _tokenizer(run: IndexedRun) -> RecordedTokenizer | None:
-    """Return the tokenizer of a run, loaded once until its file changes; None if the run has no tokenizer yet."""
-    path = next((run.folder / name for name in PATHS if (run.folder / name).is_file()), None)
-    if path is None:
-        return None
-    loaded, changed = run.tokenizer, path.stat().st_mtime_ns
-    if loaded is None or loaded[0] != changed:  # another run may have the folder now
-        loaded = run.tokenizer = changed, load_tokenizer(path)
-    return loaded[1]
+    sequences = recorded("sequences")
+    chosen = ChosenResponse(iteration, sequence, row["mismatch"], row["clipped"], why=())
+    place = f"{run.name}: iteration {iteration}"
+    shown = responses_by_token(sequences, recorded("tokens"), recorded("updates"), [chosen], place)
+    tokenizer = run.tokenizer()
+    prompts = [tokenizer.decode_all(ids.tolist()) for ids in sequences["prompt_ids"]] if tokenizer else []
+    return OpenedResponse(prompts[0] if prompts else None, token_view(shown))

@@ -5,20 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from ppo_repro.analysis.view.database import literal, pattern, responses_in, source
+from ppo_repro.analysis.view.database import RESPONSE_COLUMNS, escaped, literal, parquet_sql, responses_sql
 from ppo_repro.analysis.view.index import IndexedRun
 from ppo_repro.base.errors import UserError
 from ppo_repro.records import manifest
 
 PAGE = 50  # responses
 LARGEST_PAGE = 1000
-NUMBERS = ("score", "length", "mismatch", "clipped", "advantage", "iteration")
-RESPONSE_COLUMNS = (
-    "run", "iteration", "sequence", "prompt_key", "sample_index", "prompt", "response", "answer", "score", "correct",
-    "length", "finish", "mismatch", "advantage", "clipped",
-)  # fmt: skip
+NUMBERS = ("score", "length", "mismatch", "clipped", "advantage", "iteration")  # the numbers of LIST_COLUMNS in list.js
 # by name of the parameter: the condition on a response
 TEXTS = {
     "text": "contains(lower(response), lower(?))",
@@ -26,9 +22,8 @@ TEXTS = {
     "prompt_key": "prompt_key = ?",
     "finish": "finish = ?",
 }
-CHOICES: dict[str, dict[str, Any]] = {"correct": {"yes": True, "no": False}, "order": {"asc": "asc", "desc": "desc"}}
-_PARAMETERS = {*TEXTS, *CHOICES, *(f"{name}_{end}" for name in NUMBERS for end in ("min", "max"))}
-_PARAMETERS |= {"run", "sort", "offset", "limit", "token"}
+RANGES = {f"{name}_{end}": f"{name} {sign} ?" for name in NUMBERS for end, sign in (("min", ">="), ("max", "<="))}
+FILTERS = {*TEXTS, *RANGES, "correct", "run", "sort", "order", "offset", "limit"}
 
 
 @dataclass(frozen=True)
@@ -45,55 +40,69 @@ class Query:
 
     def page(self) -> str:
         """Return SQL for the rowids of a page; each row also has count, mean score, right share and runs of all."""
-        ordered = f"order by sorted_by {self.order}, run, iteration, sequence"
+        sorted_page = f"order by sorted_by {self.order}, run, iteration, sequence"
         # sorts few columns; the other columns of the page are read by rowid
         return f"""with matched as materialized (
                 select rowid as id, run, iteration, sequence, score, correct, {self.sort} as sorted_by
                 from responses where {self.where}),
             whole as (select count(*) as total, avg(score) as score, avg(correct::int) as correct,
                 coalesce(list(distinct run), []) as runs from matched),
-            page as (select id, run, iteration, sequence, sorted_by from matched {ordered}
+            page as (select id, run, iteration, sequence, sorted_by from matched {sorted_page}
                 limit {self.limit} offset {self.offset})
-            select id, total, score, correct, runs from whole left join page on true {ordered}"""
+            select id, total, score, correct, runs from whole left join page on true {sorted_page}"""
 
     def everything(self) -> str:
         """Return SQL for all rows in order."""
-        return f"select {', '.join(RESPONSE_COLUMNS)} from responses where {self.where} order by {self.ordered}"
+        return f"select {', '.join(RESPONSE_COLUMNS)} from responses where {self.where} order by {self.sort_keys}"
 
     @property
-    def ordered(self) -> str:
+    def sort_keys(self) -> str:
         """Return the SQL of the order of rows in the table `responses`, whose column `run` has the runs' numbers."""
         return f"responses.{self.sort} {self.order}, responses.run, responses.iteration, responses.sequence"
 
 
-def parsed(asked: Mapping[str, str], runs: int) -> Query:
+class ResponseKey(NamedTuple):
+    """The place of a response: `run` is the run's number."""
+
+    run: int
+    iteration: int
+    sequence: int
+
+
+def parsed(parameters: Mapping[str, str], run_count: int) -> Query:
     """Return the query of a request's parameters. Raises UserError for the first wrong parameter."""
-    for name in asked:
-        if name not in _PARAMETERS:
-            raise UserError(f"{name}: is no filter; there are {', '.join(sorted(_PARAMETERS - {'token'}))}")
-    parameters = {name: value for name, value in asked.items() if value != ""}
-    conditions: list[tuple[str, Any]] = [(sql, parameters[name]) for name, sql in TEXTS.items() if name in parameters]
-    for name in NUMBERS:
-        for end, sign in (("min", ">="), ("max", "<=")):
-            if f"{name}_{end}" in parameters:
-                conditions.append((f"{name} {sign} ?", _number(f"{name}_{end}", parameters[f"{name}_{end}"])))
-    if "correct" in parameters:
-        conditions.append(("correct = ?", _choice(parameters, "correct")))
-    run = _count(parameters, "run", 0, runs - 1) if "run" in parameters else None
+    for name in parameters:
+        if name not in FILTERS | {"token"}:
+            raise UserError(f"{name}: is no filter; there are {', '.join(sorted(FILTERS))}")
+    given = {name: value for name, value in parameters.items() if value != ""}
+    conditions: list[tuple[str, Any]] = [(sql, given[name]) for name, sql in TEXTS.items() if name in given]
+    conditions += [(sql, _number(name, given[name])) for name, sql in RANGES.items() if name in given]
+    if "correct" in given:
+        conditions.append(("correct = ?", _choice("correct", given["correct"], ("yes", "no")) == "yes"))
+    run = _count("run", given["run"], 0, run_count - 1) if "run" in given else None
     if run is not None:
         conditions.append(("responses.run = ?", run))  # the number, not the name
-    sort = parameters.get("sort", "iteration")
+    sort = given.get("sort", "iteration")
     if sort not in RESPONSE_COLUMNS:
         raise UserError(f"sort = {sort}: must be one of {', '.join(RESPONSE_COLUMNS)}")
-    order = _choice(parameters, "order") if "order" in parameters else "desc"
+    order = _choice("order", given.get("order", "desc"), ("asc", "desc"))
     return Query(
-        " and ".join(sql for sql, _ in conditions) or "true",
-        tuple(value for _, value in conditions),
-        sort,
-        f"{order} nulls last",
-        _count(parameters, "offset", 0, 10**9) if "offset" in parameters else 0,
-        _count(parameters, "limit", 1, LARGEST_PAGE) if "limit" in parameters else PAGE,
-        run,
+        where=" and ".join(sql for sql, _ in conditions) or "true",
+        values=tuple(value for _, value in conditions),
+        sort=sort,
+        order=f"{order} nulls last",
+        offset=_count("offset", given.get("offset", "0"), 0, 10**9),
+        limit=_count("limit", given.get("limit", str(PAGE)), 1, LARGEST_PAGE),
+        run=run,
+    )
+
+
+def response_key(parameters: Mapping[str, str], run_count: int) -> ResponseKey:
+    """Return the place that a request's parameters name. Raises UserError unless they are valid numbers."""
+    return ResponseKey(
+        run=_count("run", parameters.get("run", ""), 0, run_count - 1),
+        iteration=_count("iteration", parameters.get("iteration", ""), 0, 2**31 - 1),
+        sequence=_count("sequence", parameters.get("sequence", ""), 0, 2**31 - 1),
     )
 
 
@@ -107,24 +116,16 @@ def _number(name: str, text: str) -> float:
     return value
 
 
-def _count(parameters: Mapping[str, str], name: str, least: int, most: int) -> int:
-    text = parameters[name]
+def _count(name: str, text: str, least: int, most: int) -> int:
     if not (text.isascii() and text.isdecimal() and len(text) < 12 and least <= int(text) <= most):
         raise UserError(f"{name} = {text[:100]}: must be a whole number from {least} to {most}")
     return int(text)
 
 
-def _choice(parameters: Mapping[str, str], name: str) -> Any:
-    if parameters[name] not in CHOICES[name]:
-        raise UserError(f"{name} = {parameters[name][:100]}: must be {' or '.join(CHOICES[name])}")
-    return CHOICES[name][parameters[name]]
-
-
-def response_key(asked: Mapping[str, str], runs: int) -> tuple[int, int, int]:
-    """Return run, iteration and sequence of a request's parameters. Raises UserError unless they are valid numbers."""
-    names = {"run": runs - 1, "iteration": 2**31 - 1, "sequence": 2**31 - 1}
-    run, iteration, sequence = (_count({name: asked.get(name, "")}, name, 0, most) for name, most in names.items())
-    return run, iteration, sequence
+def _choice(name: str, text: str, choices: Sequence[str]) -> str:
+    if text not in choices:
+        raise UserError(f"{name} = {text[:100]}: must be {' or '.join(choices)}")
+    return text
 
 
 def snippet(query: Query, runs: Sequence[IndexedRun]) -> str:
@@ -132,28 +133,29 @@ def snippet(query: Query, runs: Sequence[IndexedRun]) -> str:
 
     Raises UserError if there is no run, or no iteration that can be read.
     """
-    asked = [run for run in runs if query.run in (None, run.number)]
-    chosen = [run for run in asked if not run.damaged or len(run.damaged) < run.read]
-    if not chosen:
+    searched = [run for run in runs if query.run in (None, run.number)]
+    readable = [run for run in searched if not run.damaged or len(run.damaged) < run.read]
+    if not readable:
         raise UserError("there is no run now, so there is nothing to find")
-    parts = []
-    for run in chosen:
-        files = {name: source(_files(run, name)) for name in ("sequences", "tokens", "updates")}
-        table = responses_in(files, run.judged)
-        names = f"{run.number} as run, {literal(run.name)} as name"
-        parts.append(f"select {names}, * from (\n{table}\n) where iteration < {run.read}")
-    table = "\nunion all\n".join(parts)
-    found = "select name as run, * exclude (run, name) from responses"
-    sql = f"with responses as (\n{table}\n)\n{found}\nwhere {query.where}\norder by {query.ordered}"
+    table = "\nunion all\n".join(map(_run_sql, readable))
+    columns = "select name as run, * exclude (run, name) from responses"
+    sql = f"with responses as (\n{table}\n)\n{columns}\nwhere {query.where}\norder by {query.sort_keys}"
     text = sql.replace("\\", "\\\\").replace('"""', '\\"\\"\\"')
     call = f'duckdb.execute(\n    """\n{text}\n""",\n    {list(query.values)!r},\n).df()'
     return f"import duckdb\n\nfound = {call}  # a pandas frame\n"
+
+
+def _run_sql(run: IndexedRun) -> str:
+    """Return the SQL that reads the responses of a run that the page has read, with its number and name."""
+    files = {table: parquet_sql(_files(run, table)) for table in ("sequences", "tokens", "updates")}
+    names = f"{run.number} as run, {literal(run.name)} as name"
+    return f"select {names}, * from (\n{responses_sql(files, run.judged)}\n) where iteration < {run.read}"
 
 
 def _files(run: IndexedRun, table: str) -> list[str]:
     """Return patterns of a table's files; with damaged iterations, each file that the page has read."""
     folder = run.folder.resolve()
     if not run.damaged:
-        return [f"{pattern(folder / 'records' / table)}/iteration=*.parquet"]
+        return [f"{escaped(folder / 'records' / table)}/iteration=*.parquet"]
     read = (iteration for iteration in range(run.read) if iteration not in run.damaged)
-    return [pattern(manifest.table_path(folder, table, iteration)) for iteration in read]
+    return [escaped(manifest.table_path(folder, table, iteration)) for iteration in read]

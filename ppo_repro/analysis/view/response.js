@@ -9,15 +9,15 @@ async function choose(i, takesFocus) {
 }
 
 async function openResponse(place) {
-  const found = await ask("response", place);
-  if (!found) return;
-  state.chosen = placeOf(found.row);
-  showTexts(found);
-  showSamples(found);
+  const opened = await ask("response", place);
+  if (!opened) return;
+  state.chosen = placeOf(opened.row);
+  showTexts(opened);
+  showSamples(opened);
   at("difference").hidden = true;
-  at("diff").disabled = !state.marked || isSame(state.marked, found.row);
-  at("one").hidden = false;
-  tokenView.load(found.tokens, tokenView.column());
+  at("diff").disabled = !state.marked || isSame(state.marked, opened.row);
+  at("response").hidden = false;
+  tokenView.load(opened.tokens, tokenView.column());
   scrollToResponse();
 }
 
@@ -44,14 +44,14 @@ function cardOf(sample, isOpened) {
   const tokens = sample.length + (sample.length === 1 ? " token, " : " tokens, ");
   const numbers = "score " + say(sample.score, 4) + ", " + tokens + sample.finish + ", advantage " + say(sample.advantage, 3);
   const head = make("div", undefined, judgement(sample));
-  head.textContent = ifJudged(sample, MARKS[judgement(sample)]) + numbers + " ";
+  head.textContent = ifJudged(sample, JUDGEMENTS[judgement(sample)]) + numbers + " ";
   if (!isOpened) {
     const button = make("button", "Open");
     button.type = "button";
     button.addEventListener("click", () => openResponse(placeOf(sample)));
     head.append(button);
   }
-  card.append(head, putMarked(make("p", undefined, "text"), sample.response, form.elements.text.value));
+  card.append(head, putHighlighted(make("p", undefined, "text"), sample.response, form.elements.text.value));
   return card;
 }
 
@@ -60,7 +60,7 @@ function scrollToResponse() {
   document.body.classList.add("opened");
   const line = listBody.querySelector("[aria-selected='true']");
   if (line) line.scrollIntoView({ block: "nearest" });
-  scrollTo({ top: scrollY + at("found").getBoundingClientRect().top });
+  scrollTo({ top: scrollY + at("summary").getBoundingClientRect().top });
 }
 
 function markForDiff() {
@@ -73,19 +73,19 @@ function markForDiff() {
 async function showDifference() {
   const { run, iteration, sequence } = state.chosen;
   const other = { other_run: run, other_iteration: iteration, other_sequence: sequence };
-  const found = await ask("diff", { ...state.marked, ...other });
-  if (!found) return;
+  const difference = await ask("diff", { ...state.marked, ...other });
+  if (!difference) return;
   const tags = { "=": "span", "-": "del", "+": "ins" };
-  const parts = found.parts.map(([kind, text]) => make(tags[kind], visible(text)));
+  const parts = difference.parts.map(([kind, text]) => make(tags[kind], visible(text)));
   document.querySelector("#difference p").replaceChildren(...parts);
   at("difference").hidden = false;
 }
 
 async function searchItsPrompt() {
   const shown = state.rows.find((row) => isSame(row, state.chosen));
-  const found = shown ? { row: shown } : await ask("response", state.chosen);
-  if (!found) return;
+  const opened = shown ? { row: shown } : await ask("response", state.chosen);
+  if (!opened) return;
   form.reset();
-  form.elements.prompt_key.value = found.row.prompt_key;
+  form.elements.prompt_key.value = opened.row.prompt_key;
   searchAgain();
 }

@@ -23,10 +23,10 @@ from ppo_repro.analysis.csv_text import cell
 from ppo_repro.analysis.html.markup import differences
 from ppo_repro.analysis.html.page import document
 from ppo_repro.analysis.html.token_area import token_area
-from ppo_repro.analysis.view.database import TIMEOUT_SECONDS, Slow
+from ppo_repro.analysis.view.database import RESPONSE_COLUMNS, TIMEOUT_SECONDS, Slow
 from ppo_repro.analysis.view.index import Index
-from ppo_repro.analysis.view.one_response import decoded_prompt, tokens_of_response
-from ppo_repro.analysis.view.query import RESPONSE_COLUMNS, parsed, response_key, snippet
+from ppo_repro.analysis.view.one_response import open_response
+from ppo_repro.analysis.view.query import parsed, response_key, snippet
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.output import finite, one_line
 
@@ -45,8 +45,8 @@ HEADERS = {
 SAMPLES = 64  # responses to one prompt, side by side
 LONGEST_DIFF = 100_000  # characters of both together
 SELECTED = ", ".join(RESPONSE_COLUMNS)
-Asked = Mapping[str, str]  # the parameters of a request
-Answer = dict[str, Any]  # becomes JSON
+Parameters = Mapping[str, str]  # of a request
+Answer = dict[str, Any]  # the JSON that the scripts of the page read
 
 
 class Guard:
@@ -71,7 +71,7 @@ class Guard:
         await (self.app if allowed else refused)(scope, receive, with_headers)
 
 
-def _state(index: Index, asked: Asked) -> Answer:
+def _state(index: Index, parameters: Parameters) -> Answer:
     runs = [
         {
             "number": run.number, "folder": run.name, "state": run.state, "iterations": run.head.num_iterations,
@@ -88,8 +88,8 @@ def _state(index: Index, asked: Asked) -> Answer:
     }  # fmt: skip
 
 
-def _responses(index: Index, asked: Asked) -> Answer:
-    query = parsed(asked, len(index.runs))
+def _responses(index: Index, parameters: Parameters) -> Answer:
+    query = parsed(parameters, len(index.runs))
     matches = index.responses.rows(query.page(), query.values)
     ids = [row["id"] for row in matches if row["id"] is not None]
     rows = index.responses.rows(
@@ -97,43 +97,45 @@ def _responses(index: Index, asked: Asked) -> Answer:
     )
     by_id = {row.pop("id"): row for row in rows}
     summary = {name: matches[0][name] for name in ("total", "score", "correct", "runs")}
-    return {**summary, "offset": query.offset, "rows": [by_id[i] for i in ids if i in by_id]}
+    page = {"offset": query.offset, "limit": query.limit, "rows": [by_id[i] for i in ids if i in by_id]}
+    return {**summary, **page}
 
 
-def _one(index: Index, asked: Asked) -> dict[str, Any]:
-    values = response_key(asked, len(index.runs))
+def _stored_row(index: Index, parameters: Parameters) -> Answer:
+    key = response_key(parameters, len(index.runs))
     rows = index.responses.rows(
-        f"select {SELECTED} from responses where run = ? and iteration = ? and sequence = ?", values
+        f"select {SELECTED} from responses where run = ? and iteration = ? and sequence = ?", key
     )
     if not rows:
-        raise UserError(f"run {values[0]}: has no response {values[2]} in iteration {values[1]}")
+        raise UserError(f"run {key.run}: has no response {key.sequence} in iteration {key.iteration}")
     return rows[0]
 
 
-def _response(index: Index, asked: Asked) -> Answer:
-    row = _one(index, asked)
-    run, where = index.runs[row["run"]], "run = ? and iteration = ? and prompt_key = ?"
+def _response(index: Index, parameters: Parameters) -> Answer:
+    row = _stored_row(index, parameters)
+    where = "run = ? and iteration = ? and prompt_key = ?"
     sql = f"select {SELECTED} from responses where {where} order by sample_index, sequence limit {SAMPLES}"
     samples = index.responses.rows(sql, [row["run"], row["iteration"], row["prompt_key"]])
-    tokens = tokens_of_response(index.responses, run, row)  # checks the files that `decoded_prompt` reads
-    prompt = decoded_prompt(index.responses, run, row["iteration"], row["sequence"])
-    return {"row": row, "samples": samples, "rendered": prompt, "tokens": tokens}
+    opened = open_response(index.responses, index.runs[row["run"]], row)
+    return {"row": row, "samples": samples, "rendered": opened.prompt, "tokens": opened.tokens}
 
 
-def _diff(index: Index, asked: Asked) -> Answer:
-    other = {name: asked.get(f"other_{name}", "") for name in ("run", "iteration", "sequence")}
-    a, b = (_one(index, which)["response"] for which in (asked, other))
+def _diff(index: Index, parameters: Parameters) -> Answer:
+    other = {name: parameters.get(f"other_{name}", "") for name in ("run", "iteration", "sequence")}
+    a, b = (_stored_row(index, key)["response"] for key in (parameters, other))
     if len(a) + len(b) > LONGEST_DIFF:
         raise UserError(f"diff: the two have {len(a) + len(b):,} characters; at most {LONGEST_DIFF:,} are compared")
     return {"parts": differences(a, b)}
 
 
-def _snippet(index: Index, asked: Asked) -> Answer:
-    return {"snippet": snippet(parsed(asked, len(index.runs)), index.present())}
+def _snippet(index: Index, parameters: Parameters) -> Answer:
+    return {"snippet": snippet(parsed(parameters, len(index.runs)), index.present())}
 
 
-API: dict[str, Callable[[Index, Asked], Answer]]
-API = {"state": _state, "responses": _responses, "response": _response, "diff": _diff, "snippet": _snippet}
+Endpoint = Callable[[Index, Parameters], Answer]
+API: dict[str, Endpoint] = {
+    "state": _state, "responses": _responses, "response": _response, "diff": _diff, "snippet": _snippet,
+}  # fmt: skip
 
 
 def application(index: Index, token: str) -> ASGIApp:
@@ -143,7 +145,7 @@ def application(index: Index, token: str) -> ASGIApp:
     body = (HERE / "view.html").read_text(encoding="utf-8").replace("<!-- tokens -->", token_area())
     html = document("ppo-repro view", body, styles, scripts, connect="'self'")
 
-    def as_json(answer: Callable[[Index, Asked], Answer]) -> Callable[[Request], Response]:
+    def as_json(answer: Endpoint) -> Callable[[Request], Response]:
         return lambda request: JSONResponse(finite(answer(index, request.query_params)))
 
     def as_csv(request: Request) -> Response:
@@ -163,14 +165,14 @@ def application(index: Index, token: str) -> ASGIApp:
         middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost"])],
         exception_handlers={UserError: mistake, Slow: slow},
     )
-    return Guard(answers, token)  # outside, so that it also guards the answers of Starlette's own
+    return Guard(answers, token)  # outside, so that it also guards Starlette's answers to errors
 
 
 def rows_as_csv(index: Index, query: str, values: Sequence[Any]) -> Generator[str, None, None]:
     """Yield all rows of a query as CSV (`csv_text`), in chunks, with the names of the runs."""
     with index.responses.cursor() as cursor:
         cursor.execute(query, list(values))
-        rows: list[Sequence[Any]] = [RESPONSE_COLUMNS]
+        rows: list[Sequence[Any]] = [list(RESPONSE_COLUMNS)]
         while rows:
             buffer = io.StringIO()
             csv.writer(buffer).writerows(map(cell, row) for row in rows)

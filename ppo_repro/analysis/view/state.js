@@ -1,34 +1,36 @@
 // What the page shows now, its requests to the server, and its words for runs and responses.
-const EACH = 50; // responses of a page
-const MARKS = { right: "✓ right", wrong: "✗ wrong", unjudged: "–" };
+// server.py joins html/token_view.js, which has at, make, visible, say and fill, state.js, list.js, response.js and
+// view.js to one script, in this order.
+const JUDGEMENTS = { right: "✓ right", wrong: "✗ wrong", unjudged: "–" };
 const form = at("query");
-const asked = new URLSearchParams(location.search);
-const token = asked.get("token");
+const opening = new URLSearchParams(location.search); // the query and the token with which the page was opened
+const token = opening.get("token");
 const state = {
-  sort: asked.get("sort") || "iteration",
-  order: asked.get("order") || "desc",
-  offset: Number(asked.get("offset") || 0),
-  choices: { run: asked.get("run"), finish: asked.get("finish") }, // until the server names the run or the ending
+  sort: opening.get("sort") || "iteration",
+  order: opening.get("order") || "desc",
+  offset: Number(opening.get("offset") || 0),
+  limit: 0, // responses of a page, as the server says
+  choices: { run: opening.get("run"), finish: opening.get("finish") }, // until the server names the run or the ending
   rows: [], // responses of the list
   chosen: null, // place of the opened response
   marked: null, // place of the response marked for a diff
   version: -1, // of the server's table
   runs: new Map(), // by number
-  calls: {}, // the newest request of each kind
+  requests: {}, // the newest of each kind, to abort it
   errors: {}, // one line of each kind
 };
 
-// a later request of the same kind makes an earlier one void
-async function ask(name, params = {}) {
-  if (state.calls[name]) state.calls[name].abort();
-  const call = (state.calls[name] = new AbortController());
+// the JSON of a request, or null after an error; a later request of the same kind makes an earlier one void
+async function ask(name, parameters = {}) {
+  if (state.requests[name]) state.requests[name].abort();
+  const request = (state.requests[name] = new AbortController());
   try {
-    const address = "/api/" + name + "?" + new URLSearchParams({ ...params, token });
-    const answer = await fetch(address, { signal: call.signal });
-    const isJson = (answer.headers.get("Content-Type") || "").startsWith("application/json");
-    const found = isJson ? await answer.json() : { error: await answer.text() }; // a refused token is plain text
-    showError(name, found.error || "");
-    return found.error ? null : found;
+    const address = "/api/" + name + "?" + new URLSearchParams({ ...parameters, token });
+    const reply = await fetch(address, { signal: request.signal });
+    const isJson = (reply.headers.get("Content-Type") || "").startsWith("application/json");
+    const answer = isJson ? await reply.json() : { error: await reply.text() }; // a refused token is plain text
+    showError(name, answer.error || "");
+    return answer.error ? null : answer;
   } catch (error) {
     if (error.name !== "AbortError") showError(name, "No answer: the server has ended; start `ppo-repro view` again.");
     return null;
@@ -37,13 +39,14 @@ async function ask(name, params = {}) {
 
 function showError(name, text) {
   state.errors[name] = text;
-  at("said").textContent = visible([...new Set(Object.values(state.errors))].filter(Boolean).join(" "));
+  at("error").textContent = visible([...new Set(Object.values(state.errors))].filter(Boolean).join(" "));
 }
 
-function filters() {
-  const found = { sort: state.sort, order: state.order };
-  for (const [name, value] of new FormData(form)) if (value !== "") found[name] = value;
-  return found;
+// the search: the filters of the form, and the order
+function currentQuery() {
+  const query = { sort: state.sort, order: state.order };
+  for (const [name, value] of new FormData(form)) if (value !== "") query[name] = value;
+  return query;
 }
 
 const placeOf = (row) => ({ run: row.run, iteration: row.iteration, sequence: row.sequence });
@@ -65,7 +68,7 @@ function judgement(row) {
 const ifJudged = (row, word) => (judgement(row) === "unjudged" ? "" : word + ", ");
 
 // puts a text into a node with every `needle` marked; `around`, if given, is how many characters before the first stay
-function putMarked(node, text, needle, around) {
+function putHighlighted(node, text, needle, around) {
   // not by lower case: a text may become longer in it, as "İ" does
   const pattern = needle ? new RegExp("(" + needle.replace(/[\^$\\.*+?()[\]{}|]/g, "\\$&") + ")", "iu") : null;
   const from = pattern ? text.search(pattern) : -1;

@@ -1,12 +1,5 @@
 // Starts the page over all responses, and says which event calls what. Texts enter the page by textContent alone.
-const RANGES = {
-  score: "Score",
-  length: "Tokens",
-  mismatch: "Mismatch, nats",
-  clipped: "Clipped",
-  advantage: "Advantage",
-  iteration: "Iteration",
-};
+const RANGES = LIST_COLUMNS.filter((column) => column.isNumber);
 const KEYS = {
   "/": () => form.elements.text.focus(),
   n: () => at("later").disabled || turnPage(1),
@@ -38,7 +31,8 @@ function searchSoon() {
   waiting = setTimeout(searchAgain, 200);
 }
 
-function rangeOf([name, label]) {
+function rangeOf({ name, heading, unit }) {
+  const label = heading + (unit ? ", " + unit : "");
   const group = make("span", undefined, "control");
   group.append(make("span", label));
   for (const [end, word] of [["min", "at least"], ["max", "at most"]]) {
@@ -52,20 +46,20 @@ function rangeOf([name, label]) {
 
 // fills the form from the address; the lists of runs and endings are filled when the server has named them
 function fillForm() {
-  at("ranges").append(...Object.entries(RANGES).map(rangeOf));
-  for (const [name, value] of asked) {
+  at("ranges").append(...RANGES.map(rangeOf));
+  for (const [name, value] of opening) {
     const field = form.elements[name];
     if (field && field.tagName === "INPUT") field.value = value;
   }
-  const isAsked = (name) => asked.has(name + "_min") || asked.has(name + "_max");
-  at("more").open = window.innerWidth > 800 || Object.keys(RANGES).some(isAsked);
-  form.elements.correct.value = asked.get("correct") || "";
+  const isLimited = ({ name }) => opening.has(name + "_min") || opening.has(name + "_max");
+  at("more").open = window.innerWidth > 800 || RANGES.some(isLimited);
+  form.elements.correct.value = opening.get("correct") || "";
 }
 
 async function showSnippet() {
-  const found = await ask("snippet", filters());
-  if (found) document.querySelector("#snippet pre").textContent = found.snippet;
-  at("snippet").hidden = !found;
+  const answer = await ask("snippet", currentQuery());
+  if (answer) document.querySelector("#snippet pre").textContent = answer.snippet;
+  at("snippet").hidden = !answer;
 }
 
 function listen() {
@@ -87,7 +81,7 @@ function listen() {
   at("later").addEventListener("click", () => turnPage(1));
   at("mark").addEventListener("click", markForDiff);
   at("diff").addEventListener("click", showDifference);
-  at("same").addEventListener("click", searchItsPrompt);
+  at("same-prompt").addEventListener("click", searchItsPrompt);
   at("as-snippet").addEventListener("click", showSnippet);
 }
 

@@ -7,6 +7,7 @@ import csv
 import io
 import json
 import os
+import re
 import shutil
 import threading
 import time
@@ -27,11 +28,11 @@ from ppo_repro.analysis.report.data.page_numbers import read_page_numbers
 from ppo_repro.analysis.report.data.run_curves import summary_tables
 from ppo_repro.analysis.report.data.run_facts import read_facts
 from ppo_repro.analysis.tokenization.recorded_tokenizer import RecordedTokenizer, load_tokenizer
-from ppo_repro.analysis.view import database, one_response
+from ppo_repro.analysis.view import database
 from ppo_repro.analysis.view import index as index_module
-from ppo_repro.analysis.view.database import Judged, Responses, responses_in, source
+from ppo_repro.analysis.view.database import Judged, Responses, parquet_sql, responses_sql
 from ppo_repro.analysis.view.index import judged_by
-from ppo_repro.analysis.view.query import parsed, snippet
+from ppo_repro.analysis.view.query import NUMBERS, PAGE, parsed, snippet
 from ppo_repro.analysis.view.server import Server, rows_as_csv
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.files import MANIFEST
@@ -61,6 +62,12 @@ def api(server: Server, name: str, **asked: Any) -> Any:
     code, text, _ = get(server, f"/api/{name}", {"token": server.token, **asked})
     assert code == 200, text
     return json.loads(text)
+
+
+def whole_runs(server: Server) -> dict[int, str]:
+    """The folder, by number, of each run whose iterations are all in the table."""
+    runs = api(server, "state")["runs"]
+    return {run["number"]: run["folder"] for run in runs if run["read"] == run["iterations"]}
 
 
 @pytest.fixture(scope="module")
@@ -211,6 +218,11 @@ def test_queries_find_what_the_files_hold_and_the_snippet_and_the_csv_find_the_s
         assert "".join(text for kind, text in parts if kind != "-") == both[-1]["response"]
 
 
+def test_the_ranges_of_the_page_are_numbers_of_a_query() -> None:
+    script = (Path(database.__file__).parent / "list.js").read_text(encoding="utf-8")
+    assert re.findall(r'name: "(\w+)".* isNumber: true', script) == [*NUMBERS]
+
+
 @pytest.mark.parametrize("broken", [False, True])
 def test_a_response_has_the_same_numbers_as_on_the_page_of_its_run(
     native_run: Path, tmp_path: Path, broken: bool
@@ -239,7 +251,7 @@ def test_the_tokenizer_of_a_run_is_loaded_once_until_its_file_changes(
         loads.append(path)
         return load_tokenizer(path)
 
-    monkeypatch.setattr(one_response, "load_tokenizer", counted)
+    monkeypatch.setattr(index_module, "load_tokenizer", counted)
     with served(run) as server:
         prompts = [api(server, "response", run=0, iteration=0, sequence=k)["rendered"] for k in (0, 1)]
         assert all(prompts)
@@ -253,9 +265,9 @@ def test_the_runs_have_one_order_on_the_page_and_in_python(native_run: Path, tmp
     for name in ("b", "a"):  # by number `b` is before `a`
         shutil.copytree(native_run, tmp_path / name / "run")
     with served(tmp_path / "b", tmp_path / "a") as server:
-        shutil.copytree(native_run, tmp_path / "a" / "first")
-        server.index.look()
-        names = {run["number"]: run["folder"] for run in api(server, "state")["runs"]}
+        Path(shutil.copytree(native_run, tmp_path / "copy")).rename(tmp_path / "a" / "first")
+        until(lambda: whole_runs(server).keys() == {0, 1, 2}, "the newest run")
+        names = whole_runs(server)
         assert list(names.values()) == ["run", "run", "first"], "the newest run has the last number"
         for sort in ("iteration", "run"):
             rows = api(server, "responses", sort=sort, order="asc", limit=1000)["rows"]
@@ -281,11 +293,11 @@ def test_a_response_that_is_neither_right_nor_wrong_is_found_as_neither(native_r
 def test_a_verifier_judges_responses_to_prompts_without_answers(native_run: Path, tmp_path: Path) -> None:
     recorded = reader.read_sequences(native_run, iterations=[0])
     recorded.assign(answer="").to_parquet(tmp_path / "sequences.parquet")
-    tables = {name: source([str(manifest.table_path(native_run, name, 0))]) for name in ("tokens", "updates")}
-    tables["sequences"] = source([str(tmp_path / "sequences.parquet")])
+    tables = {name: parquet_sql([str(manifest.table_path(native_run, name, 0))]) for name in ("tokens", "updates")}
+    tables["sequences"] = parquet_sql([str(tmp_path / "sequences.parquet")])
 
     def correct(judged: Judged) -> list[bool | None]:
-        rows = duckdb.sql(f"select correct from ({responses_in(tables, judged)}) order by sequence").fetchall()
+        rows = duckdb.sql(f"select correct from ({responses_sql(tables, judged)}) order by sequence").fetchall()
         return [row[0] for row in rows]
 
     assert correct("all") == recorded["is_correct"].tolist()
@@ -319,7 +331,7 @@ def test_the_view_ends_at_once_while_it_reads_a_run(native_run: Path, monkeypatc
 
     index = index_module.Index([native_run])
     index.look()  # rows, so that the statement takes long
-    monkeypatch.setattr(database, "responses_of", endless)
+    monkeypatch.setattr(database, "run_responses_sql", endless)
     index.runs[0].read = 0
     index.start()
     until(lambda: reads, "the statement")
@@ -425,23 +437,18 @@ def test_a_run_of_the_same_configuration_with_other_bits_replaces_the_rows(nativ
 
 
 def test_a_run_that_is_removed_leaves_the_list_and_its_number_to_no_other_run(native_run: Path, tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
     for name in "ab":
-        shutil.copytree(native_run, tmp_path / name)
-    with served(tmp_path) as server:
-
-        def runs() -> dict[int, str]:
-            """The folder of each run whose iterations are all in the table."""
-            found = api(server, "state")["runs"]
-            return {run["number"]: run["folder"] for run in found if run["read"] == run["iterations"]}
-
-        until(lambda: runs() == {0: "a", 1: "b"}, "both runs")
+        shutil.copytree(native_run, runs / name)
+    with served(runs) as server:
+        until(lambda: whole_runs(server) == {0: "a", 1: "b"}, "both runs")
         of_b = api(server, "responses", run=1)["rows"]
-        shutil.rmtree(tmp_path / "a")
-        until(lambda: runs() == {1: "b"}, "the end of a run")
+        shutil.rmtree(runs / "a")
+        until(lambda: whole_runs(server) == {1: "b"}, "the end of a run")
         assert api(server, "responses")["rows"] == of_b
         assert api(server, "responses", run=0)["total"] == 0
-        shutil.copytree(native_run, tmp_path / "a")
-        until(lambda: runs() == {1: "b", 2: "a"}, "another run")
+        Path(shutil.copytree(native_run, tmp_path / "copy")).rename(runs / "a")
+        until(lambda: whole_runs(server) == {1: "b", 2: "a"}, "another run")
         assert api(server, "responses", run=2)["total"] == api(server, "responses", run=1)["total"] > 0
         space: dict[str, Any] = {}
         exec(api(server, "snippet")["snippet"], space)
@@ -499,7 +506,7 @@ def test_mistakes_of_the_command_are_one_line(tmp_path: Path, cli: Cli, monkeypa
     with served(tmp_path) as server:
         port = server.socket.getsockname()[1]
         assert f"--port {port}: cannot be used" in cli.refusal("view", tmp_path, "--port", str(port))
-        nothing = {"total": 0, "score": None, "correct": None, "runs": [], "offset": 0, "rows": []}
+        nothing = {"total": 0, "score": None, "correct": None, "runs": [], "offset": 0, "limit": PAGE, "rows": []}
         assert api(server, "responses") == nothing
         code, text, _ = get(server, "/api/snippet", {"token": server.token})
         assert (code, json.loads(text)["error"]) == (400, "there is no run now, so there is nothing to find")

@@ -39,15 +39,15 @@ def test_search_filter_tokens_and_diff_by_keyboard_alone(browser: Any, native_ru
         browser.get_log("browser")
         browser.get(server.address)
         until(lambda: len(shown(browser)) > 5, "responses")
-        whole = text(browser, "#found")
+        whole = text(browser, "#summary")
         press(browser, "/", "1")
-        until(lambda: text(browser, "#found") != whole, "the search")
+        until(lambda: text(browser, "#summary") != whole, "the search")
         assert all("1" in response for response in shown(browser))
         assert find(browser, "#list mark"), "what was searched for is marked"
         press(browser, Keys.ESCAPE)
         assert browser.switch_to.active_element.tag_name == "tr"
         press(browser, Keys.ARROW_DOWN)
-        until(lambda: find(browser, "#one:not([hidden]) [role=option]"), "the tokens")
+        until(lambda: find(browser, "#response:not([hidden]) [role=option]"), "the tokens")
         first = text(browser, "#title")
         press(browser, "m", "j")
         until(lambda: text(browser, "#title") != first, "the next response")
@@ -71,7 +71,7 @@ def test_search_filter_tokens_and_diff_by_keyboard_alone(browser: Any, native_ru
             lambda: "wrong" in text(browser, "#list tbody") and "right" not in text(browser, "#list tbody"), "a filter"
         )
         score.send_keys("x")
-        until(lambda: "score_max = 0x: must be a finite number" in text(browser, "#said"), "one line about a mistake")
+        until(lambda: "score_max = 0x: must be a finite number" in text(browser, "#error"), "one line about a mistake")
         assert "score_max" in browser.current_url, "the address holds the query"
         found = [entry for entry in browser.get_log("browser") if "status of 400" not in entry["message"]]
         assert found == []
@@ -88,8 +88,8 @@ def test_the_page_says_that_its_rows_may_be_old(
         until(lambda: shown(browser), "responses")
         with monkeypatch.context() as broken:
             broken.setattr(index, "folders_with", fail)
-            until(lambda: "the responses may be old: PermissionError" in text(browser, "#said"), "the error")
-        until(lambda: text(browser, "#said") == "", "its end")
+            until(lambda: "the responses may be old: PermissionError" in text(browser, "#error"), "the error")
+        until(lambda: text(browser, "#error") == "", "its end")
 
 
 def test_exactly_what_was_searched_for_is_marked(browser: Any, native_run: Path) -> None:
@@ -100,7 +100,7 @@ def test_exactly_what_was_searched_for_is_marked(browser: Any, native_run: Path)
         ("x" * 60 + "y", "y", 40),
         ("nothing", "", None),
     ]
-    script = "return putMarked(make('p'), ...arguments[0]).innerHTML"
+    script = "return putHighlighted(make('p'), ...arguments[0]).innerHTML"
     with served(native_run) as server:
         look(browser)
         browser.get(server.address)
@@ -136,7 +136,7 @@ def test_labels_scores_and_the_opened_response_are_in_view(
         assert 0 < browser.execute_script(f"return {score}") <= width
         assert "plain torch (" in text(browser, "#run")
         browser.execute_script("document.querySelectorAll('#list tbody tr')[4].click()")
-        until(lambda: find(browser, "#one:not([hidden]) .card.this"), "the response")
+        until(lambda: find(browser, "#response:not([hidden]) .card.this"), "the response")
         assert text(browser, "#title").startswith("plain torch: iteration ")
         assert "control; why so many?" in text(browser, "#about")
         for selector in ("#list tr[aria-selected=true]", ".card.this .text"):
@@ -182,9 +182,9 @@ def test_the_line_about_the_responses_has_the_right_share_if_each_of_their_runs_
         for run, is_judged in (("", False), ("0", True), ("1", False)):
             look(browser)
             browser.get(f"{server.address}&run={run}")
-            until(lambda: " of " in text(browser, "#found"), "responses")
+            until(lambda: " of " in text(browser, "#summary"), "responses")
             until(lambda run=run: chosen(browser) == run, "the run")  # type: ignore[misc]
-            assert ("% right" in text(browser, "#found")) is is_judged
+            assert ("% right" in text(browser, "#summary")) is is_judged
 
 
 def test_a_refused_token_is_not_called_an_ended_server(browser: Any, native_run: Path) -> None:
@@ -195,7 +195,7 @@ def test_a_refused_token_is_not_called_an_ended_server(browser: Any, native_run:
         old_token = "const ask = fetch; window.fetch = (url, how) => ask(url.replace(/token=.*/, 'token=old'), how)"
         browser.execute_script(old_token)
         until(
-            lambda: "403: open the address that `ppo-repro view` printed" in text(browser, "#said"), "the refusal", 10
+            lambda: "403: open the address that `ppo-repro view` printed" in text(browser, "#error"), "the refusal", 10
         )
         browser.get_log("browser")
 
@@ -206,11 +206,11 @@ def test_a_response_that_is_gone_leaves_the_search_as_it_is(browser: Any, native
         browser.get(server.address)
         until(lambda: len(shown(browser)) > 5, "responses")
         browser.execute_script("document.querySelectorAll('#list tbody tr')[0].click()")
-        until(lambda: find(browser, "#one:not([hidden]) .card.this"), "the response")
+        until(lambda: find(browser, "#response:not([hidden]) .card.this"), "the response")
         browser.get_log("browser")
         address = browser.current_url
-        browser.execute_script("state.chosen = { run: 99, iteration: 0, sequence: 0 }; at('same').click()")
-        until(lambda: "run = 99" in text(browser, "#said"), "one line about the response")
+        browser.execute_script("state.chosen = { run: 99, iteration: 0, sequence: 0 }; at('same-prompt').click()")
+        until(lambda: "run = 99" in text(browser, "#error"), "one line about the response")
         assert browser.current_url == address
         assert [entry for entry in browser.get_log("browser") if "status of 400" not in entry["message"]] == []
 
@@ -225,7 +225,7 @@ def test_no_page_can_frame_the_view(browser: Any, native_run: Path, tmp_path: Pa
         look(browser)
         browser.get((tmp_path / "outside.html").as_uri())
         browser.switch_to.frame(0)
-        assert bool(find(browser, "#found")) is not framed
+        assert bool(find(browser, "#summary")) is not framed
         browser.switch_to.default_content()
         browser.get_log("browser")
 
@@ -245,7 +245,7 @@ def test_hostile_texts_do_nothing_and_the_page_fits(
             browser.execute_script("document.querySelectorAll('#list tbody tr')[arguments[0]].click()", i)
             until(lambda before=before: text(browser, "#title") != before, "a response")  # type: ignore[misc]
         assert browser.execute_script("return window.hacked") is None
-        assert find(browser, "main img, main b, main script, #one script") == []
+        assert find(browser, "main img, main b, main script, #response script") == []
         assert browser.execute_script("return document.documentElement.scrollWidth") <= 390
         addresses = "return performance.getEntriesByType('resource').map(e => new URL(e.name).hostname)"
         assert set(browser.execute_script(addresses)) == {"127.0.0.1"}
@@ -256,13 +256,13 @@ def test_a_run_is_followed_through_its_death_and_its_second_life(browser: Any, t
     with served(tmp_path) as server:
         look(browser)
         browser.get(server.address)
-        until(lambda: "No response matches" in text(browser, "#found"), "an empty page")
+        until(lambda: "No response matches" in text(browser, "#summary"), "an empty page")
         process = started("run", TINY, "--set", "ppo.iterations=100", "--out", tmp_path)
         try:
-            until(lambda: " of " in text(browser, "#found"), "the first responses", 120)
+            until(lambda: " of " in text(browser, "#summary"), "the first responses", 120)
             assert "running" in text(browser, "#runs")
-            before = text(browser, "#found")
-            until(lambda: text(browser, "#found") != before, "more of them")
+            before = text(browser, "#summary")
+            until(lambda: text(browser, "#summary") != before, "more of them")
         finally:
             process.send_signal(signal.SIGKILL)
             process.communicate()
@@ -275,4 +275,4 @@ def test_a_run_is_followed_through_its_death_and_its_second_life(browser: Any, t
         until(lambda: "1 complete" in text(browser, "#runs") and "100 of 100" in text(browser, "#runs"), "the rest")
         total = manifest.load(run).iterations
         responses = sum(entry.tables["sequences"].rows for entry in total)
-        until(lambda: f" of {responses:,} responses" in text(browser, "#found"), "the responses of the rest")
+        until(lambda: f" of {responses:,} responses" in text(browser, "#summary"), "the responses of the rest")

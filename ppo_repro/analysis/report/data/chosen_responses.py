@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -35,34 +35,34 @@ def choose_responses(summary: pd.DataFrame, count: int) -> list[ChosenResponse]:
     """
     rows = summary.reset_index(drop=True)
     latest = rows.sort_values(["iteration", "sequence"], ascending=[False, True], kind="stable")
-    first, last = rows["iteration"].min(), rows["iteration"].max()
     ranked = {
         "mismatch": rows[rows["mismatch"] > 0].sort_values("mismatch", ascending=False, kind="stable"),
         "clipped": rows[rows["clipped"] > 0].sort_values("clipped", ascending=False, kind="stable"),
         "best": latest.sort_values("score", ascending=False, kind="stable"),
         "worst": latest.sort_values("score", kind="stable"),
-        "first": rows[rows["iteration"] == first],
-        "last": rows[rows["iteration"] == last],
+        "first": rows[rows["iteration"] == rows["iteration"].min()],
+        "last": rows[rows["iteration"] == rows["iteration"].max()],
     }
-    sizes = rows["tokens"].to_numpy(np.int64)
-    reasons: dict[int, list[str]] = {}
-    used = 0
-    for index, reason in _in_turn({name: frame.index.to_numpy()[:count] for name, frame in ranked.items()}):
-        size = 0 if index in reasons else int(sizes[index])
-        full = index not in reasons and len(reasons) == count
+    lengths = rows["tokens"].to_numpy(np.int64)
+    reasons: dict[int, list[str]] = {}  # by the response's index in `rows`
+    shown_tokens = 0
+    for index, reason in _in_turn({reason: best.index.to_numpy()[:count] for reason, best in ranked.items()}):
+        added_tokens = 0 if index in reasons else int(lengths[index])
+        is_full = index not in reasons and len(reasons) == count
         # the first response is shown whatever its length
-        if full or (reasons and used + size > MAX_TOKENS):
+        if is_full or (reasons and shown_tokens + added_tokens > MAX_TOKENS):
             continue
-        used += size
+        shown_tokens += added_tokens
         reasons.setdefault(index, []).append(reason)
-    chosen = rows.iloc[sorted(reasons)].to_dict("records")
+    chosen = sorted(reasons)
     return [
         ChosenResponse(row["iteration"], row["sequence"], row["mismatch"], row["clipped"], tuple(reasons[index]))
-        for index, row in zip(sorted(reasons), chosen, strict=True)
+        for index, row in zip(chosen, rows.iloc[chosen].to_dict("records"), strict=True)
     ]
 
 
-def _in_turn(ranked: dict[str, npt.NDArray[np.int64]]) -> Iterator[tuple[int, str]]:
+def _in_turn(ranked: Mapping[str, npt.NDArray[np.int64]]) -> Iterator[tuple[int, str]]:
+    """Yield the best response of each reason, then the second best, and so on."""
     for rank in range(max(len(order) for order in ranked.values())):
         for reason, order in ranked.items():
             if rank < len(order):

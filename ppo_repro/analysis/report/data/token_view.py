@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, Literal, TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +21,8 @@ from ppo_repro.records.logprob_pairs import deltas
 from ppo_repro.records.manifest import Manifest
 
 DIGITS = 6
-NULLABLE = ("values", "returns", "ratio_")
+NULLABLE = ("values", "returns", "ratio_")  # the beginnings of columns whose NaN is null
+Scale = Literal["diverging", "sequential", "negative", "ratio", "category"]
 Cell = float | str | None  # JSON has no NaN or infinity: they are words, or None where NaN is null
 
 
@@ -44,10 +45,20 @@ class ShownResponse(TypedDict):
     columns: dict[str, list[Cell]]  # by key; ratio_e and flag_e are None if epoch e did not use the token
 
 
+class ShownColumn(TypedDict):
+    """A TokenColumn of the token view, with the value that gets the full colour."""
+
+    key: str
+    label: str
+    unit: str
+    scale: Scale
+    limit: float
+
+
 class TokenView(TypedDict):
     """The JSON that token_view.js reads."""
 
-    columns: list[dict[str, str | float]]  # fields of a TokenColumn, and `limit`, which gets the full colour
+    columns: list[ShownColumn]
     reasons: Mapping[str, str]
     flags: list[dict[str, str]]
     responses: list[ShownResponse]
@@ -55,15 +66,16 @@ class TokenView(TypedDict):
 
 @dataclass(frozen=True)
 class TokenColumn:
-    """Column of the token view.
+    """Column of the token view; `scale` says how its values are coloured.
 
-    `scale` is diverging (about 0), sequential (0 and up), negative (0 and down), ratio (about 1) or category.
+    Colours diverge about 0, go from 0 up (sequential) or from 0 down (negative), diverge about 1 (ratio), or are those
+    of categories.
     """
 
     key: str
     label: str
     unit: str
-    scale: str
+    scale: Scale
 
 
 VIEW_COLUMNS = (  # `token_view` adds a ratio and a flag for each epoch
@@ -92,10 +104,9 @@ def read_token_view(run_dir: Path, recorded: Manifest, chosen: Sequence[ChosenRe
     """Read the chosen responses of a run, which are in order of iteration, and return them token by token."""
     responses: list[ShownResponse] = []
     for iteration, group in groupby(chosen, key=lambda response: response.iteration):
-        one = [iteration]
-        sequences = reader.read_sequences(run_dir, iterations=one, columns=_SEQUENCE_COLUMNS, recorded=recorded)
-        tokens = reader.read_tokens(run_dir, iterations=one, columns=_TOKEN_COLUMNS, recorded=recorded)
-        updates = reader.read_updates(run_dir, iterations=one, columns=_UPDATE_COLUMNS, recorded=recorded)
+        sequences = reader.read_sequences(run_dir, iterations=[iteration], columns=_SEQUENCE_COLUMNS, recorded=recorded)
+        tokens = reader.read_tokens(run_dir, iterations=[iteration], columns=_TOKEN_COLUMNS, recorded=recorded)
+        updates = reader.read_updates(run_dir, iterations=[iteration], columns=_UPDATE_COLUMNS, recorded=recorded)
         responses += responses_by_token(sequences, tokens, updates, [*group], f"{run_dir}: iteration {iteration}")
     return token_view(responses)
 
@@ -107,32 +118,38 @@ def token_view(responses: list[ShownResponse]) -> TokenView:
     for epoch in sorted(int(key.removeprefix("ratio_")) for key in keys):
         columns.append(TokenColumn(f"ratio_{epoch}", f"ratio, epoch {epoch}", "", "ratio"))
         columns.append(TokenColumn(f"flag_{epoch}", f"clip flag, epoch {epoch}", "", "category"))
-    shown: list[dict[str, str | float]] = []
+    shown: list[ShownColumn] = []
     for column in columns:
         values = [value for response in responses for value in response["columns"].get(column.key, [])]
         if any(value is not None for value in values):
-            shown.append({**asdict(column), "limit": _limit(column.scale, values)})
+            limit = _limit(column.scale, values)
+            shown.append(
+                {"key": column.key, "label": column.label, "unit": column.unit, "scale": column.scale, "limit": limit}
+            )
     return {"columns": shown, "reasons": REASONS, "flags": flag_legend(), "responses": responses}
 
 
 def responses_by_token(
-    sequences: pd.DataFrame, tokens: pd.DataFrame, updates: pd.DataFrame, chosen: Sequence[ChosenResponse], where: str
+    sequences: pd.DataFrame, tokens: pd.DataFrame, updates: pd.DataFrame, chosen: Sequence[ChosenResponse], place: str
 ) -> list[ShownResponse]:
     """Return the chosen responses of one iteration, token by token.
 
     Args:
-        where: the name of the run and iteration, for messages.
+        sequences, tokens, updates: rows of the recorded tables; whole responses.
+        place: the name of the run and iteration, for messages.
 
     Raises:
         UserError: the updates have tokens that `tokens` does not have.
     """
-    tokens = tokens.join(_by_epoch(tokens, updates, where))
+    tokens = tokens.join(_epoch_columns(tokens, updates, place))
     tokens = tokens.assign(delta=deltas(tokens), special=are_special(tokens))
-    by_sequence: dict[Hashable, ChosenResponse] = {response.sequence: response for response in chosen}
-    of_chosen = [rows[rows["sequence"].isin(list(by_sequence))] for rows in (sequences, tokens)]
-    texts = {row["sequence"]: row for row in of_chosen[0].to_dict("records")}
-    groups = of_chosen[1].groupby("sequence", sort=True)
-    return [_shown(by_sequence[key], texts[key], rows.sort_values("position")) for key, rows in groups]
+    chosen_by_sequence: dict[Hashable, ChosenResponse] = {response.sequence: response for response in chosen}
+    sequence_rows = {row["sequence"]: row for row in sequences.to_dict("records")}
+    chosen_tokens = tokens[tokens["sequence"].isin(list(chosen_by_sequence))]
+    return [
+        _shown(chosen_by_sequence[sequence], sequence_rows[sequence], rows.sort_values("position"))
+        for sequence, rows in chosen_tokens.groupby("sequence", sort=True)
+    ]
 
 
 def are_special(tokens: pd.DataFrame) -> npt.NDArray[np.bool_]:
@@ -142,12 +159,12 @@ def are_special(tokens: pd.DataFrame) -> npt.NDArray[np.bool_]:
     return np.asarray(empty & (words == 1), dtype=np.bool_)
 
 
-def _by_epoch(tokens: pd.DataFrame, updates: pd.DataFrame, where: str) -> pd.DataFrame:
+def _epoch_columns(tokens: pd.DataFrame, updates: pd.DataFrame, place: str) -> pd.DataFrame:
     """Return the columns ratio_e and flag_e of each token for each epoch e; empty if epoch e did not use the token."""
     keys = ["sequence", "position"]
     rows = pd.MultiIndex.from_frame(tokens[keys]).get_indexer(pd.MultiIndex.from_frame(updates[keys]))
     if (rows < 0).any():
-        raise UserError(f"{where}: the updates name tokens that are not in the tokens table; the records are damaged")
+        raise UserError(f"{place}: the updates name tokens that are not in the tokens table; the records are damaged")
     columns: dict[str, Any] = {}
     for epoch in np.unique(updates["epoch"].to_numpy()).tolist():
         in_epoch = (updates["epoch"] == epoch).to_numpy()
@@ -159,21 +176,21 @@ def _by_epoch(tokens: pd.DataFrame, updates: pd.DataFrame, where: str) -> pd.Dat
     return pd.DataFrame(columns, index=tokens.index)
 
 
-def _shown(chosen: ChosenResponse, texts: Mapping[Hashable, Any], tokens: pd.DataFrame) -> ShownResponse:
+def _shown(chosen: ChosenResponse, row: Mapping[Hashable, Any], tokens: pd.DataFrame) -> ShownResponse:
     """Return a response from its row of `sequences` and its rows of `tokens`."""
-    text = str(texts["response"])
+    text = str(row["response"])
     spans = zip(tokens["char_start"], tokens["char_end"], strict=True)
     keys = [name for name in tokens.columns if name.startswith(("ratio_", "flag_"))]
-    columns = {key: _plain(tokens[key]) for key in [*(column.key for column in VIEW_COLUMNS), *keys]}
+    columns = {key: _cells(tokens[key]) for key in [*(column.key for column in VIEW_COLUMNS), *keys]}
     return ShownResponse(
         iteration=chosen.iteration,
         sequence=chosen.sequence,
         why=chosen.why,
-        prompt=str(texts["prompt"]),
+        prompt=str(row["prompt"]),
         response=text,
-        answer=str(texts["answer"]),
-        score=_number(float(texts["scores"])),
-        finish=str(texts["finish_reason"]),
+        answer=str(row["answer"]),
+        score=_number(float(row["scores"])),
+        finish=str(row["finish_reason"]),
         mismatch=_number(chosen.mismatch),
         clipped=chosen.clipped,
         ids=tokens["token_id"].tolist(),
@@ -183,7 +200,7 @@ def _shown(chosen: ChosenResponse, texts: Mapping[Hashable, Any], tokens: pd.Dat
     )
 
 
-def _plain(values: pd.Series) -> list[Cell]:
+def _cells(values: pd.Series) -> list[Cell]:
     if values.dtype.kind == "f":
         # in a column without nulls, NaN is a recorded NaN
         absent = None if str(values.name).startswith(NULLABLE) else "nan"
@@ -198,14 +215,18 @@ def _number(value: float) -> Cell:
     return float(f"{value:.{DIGITS}g}") if math.isfinite(value) else str(value)
 
 
-def _limit(scale: str, values: Sequence[Cell]) -> float:
-    """Return the value that gets the full colour: the 98th percentile of |value|, or the largest if that is 0."""
+def _limit(scale: Scale, values: Sequence[Cell]) -> float:
+    """Return the size that gets the full colour: the 98th percentile of |value|, or the largest if that is 0.
+
+    The size of a ratio is |log ratio|; a category has none, which is 0.
+    """
     if scale == "category":
         return 0.0
-    data = np.array([value for value in values if isinstance(value, float | int)], dtype=np.float64)
+    numbers = np.array([value for value in values if isinstance(value, float | int)], dtype=np.float64)
     if scale == "ratio":
-        data = np.log(data[data > 0])
-    if not len(data):
+        numbers = np.log(numbers[numbers > 0])
+    if not len(numbers):
         return 0.0
-    full = float(np.quantile(np.abs(data), 0.98)) or float(np.abs(data).max())
+    sizes = np.abs(numbers)
+    full = float(np.quantile(sizes, 0.98)) or float(sizes.max())
     return float(f"{full:.3g}")

@@ -16,7 +16,7 @@ from ppo_repro.analysis.mean_text import HALF_WIDTH
 from ppo_repro.analysis.report.data import grid_differences
 from ppo_repro.analysis.report.data.folder_runs import FolderRuns, read_folder
 from ppo_repro.analysis.report.data.metrics import ANY
-from ppo_repro.analysis.report.data.run_curves import Curves, OneRun
+from ppo_repro.analysis.report.data.run_curves import MANY_SEEDS, Curves, OneRun, over_seeds
 from ppo_repro.analysis.report.sections import curve_figures, grid_answer
 from ppo_repro.analysis.report.sections.curve_figures import PageLine, curve_sections, main_chart
 from ppo_repro.analysis.report.sections.numbers_and_configuration import folded_terms
@@ -128,8 +128,8 @@ def _line(setting: Setting, group: Sequence[OneRun]) -> PageLine:
     config, content = group[0].facts.config, group[0].facts.content
     score = config.reward.score_range if isinstance(config, RunConfig) else ANY
     runs = tuple(_curves_after_fork(run) for run in group)
-    seeds = runs if 1 < len(runs) < curve_figures.MANY_SEEDS else ()
-    return PageLine(setting.short, curve_figures.over_seeds(runs, content.metrics, score), seeds, setting.whole)
+    seeds = runs if 1 < len(runs) < MANY_SEEDS else ()
+    return PageLine(setting.short, over_seeds(runs, content.metrics, score), seeds, setting.whole)
 
 
 def _curves_after_fork(run: OneRun) -> Curves:
@@ -142,8 +142,8 @@ def _band(seeds: Sequence[int]) -> str:
     """Say what lines and bands of the charts are, from the number of seeds of each setting."""
     if max(seeds) == 1:
         return ONE_RUN_EACH
-    thin = ["thin lines: each seed"] if min(seeds) < curve_figures.MANY_SEEDS else []
-    band = ["band: 95 % Student interval"] if max(seeds) >= curve_figures.MANY_SEEDS else []
+    thin = ["thin lines: each seed"] if min(seeds) < MANY_SEEDS else []
+    band = ["band: 95 % Student interval"] if max(seeds) >= MANY_SEEDS else []
     return f"mean over the seeds of a setting; {', '.join([*thin, *band])}"
 
 
@@ -151,7 +151,7 @@ def _spread_in_words(seeds: Sequence[int]) -> str:
     """Say what stands beside the means of `_means`, from the number of seeds of each setting."""
     if max(seeds) == 1:
         return ONE_RUN_EACH
-    return HALF_WIDTH if min(seeds) >= curve_figures.MANY_SEEDS else "mean (smallest to largest seed)"
+    return HALF_WIDTH if min(seeds) >= MANY_SEEDS else "mean (smallest to largest seed)"
 
 
 def _means(runs: FolderRuns) -> pd.DataFrame:
@@ -179,15 +179,17 @@ def _link(run_dir: Path, folder: Path, linked_from: Path | None) -> Html:
 def _verdicts(runs: Sequence[OneRun]) -> list[Statement]:
     if runs[0].facts.manifest.kind == DPO:
         return [Statement("fact", "DPO trains on pairs that are given; nothing is sampled.")]
-    equal = [run for run in runs if not run.unequal]
+    agreements = [run.agreement for run in runs]
+    equal = [counts.tokens for counts in agreements if not counts.unequal_old_rollout_logprobs]
+    different = [counts for counts in agreements if counts.unequal_old_rollout_logprobs]
     verdicts = []
     if equal:
-        tokens = sum(run.tokens for run in equal)
-        text = f"Sampler and trainer agree on every bit in {len(equal)} of {len(runs)} runs ({tokens:,} tokens)."
+        text = f"Sampler and trainer agree on every bit in {len(equal)} of {len(runs)} runs ({sum(equal):,} tokens)."
         verdicts.append(Statement("holds", text))
-    if len(equal) < len(runs):
-        unequal, tokens = (sum(n) for n in zip(*((r.unequal, r.tokens) for r in runs if r.unequal), strict=True))
-        where = f"in the other {len(runs) - len(equal)}" if equal else f"in all {len(runs)} runs"
+    if different:
+        unequal = sum(counts.unequal_old_rollout_logprobs for counts in different)
+        tokens = sum(counts.tokens for counts in different)
+        where = f"in the other {len(different)}" if equal else f"in all {len(runs)} runs"
         text = f"{share(unequal, tokens)} of log-probs differ {where} ({unequal:,} of {tokens:,} tokens)."
         verdicts.append(Statement("differs", text))
     return verdicts

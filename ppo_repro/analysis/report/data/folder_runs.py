@@ -82,7 +82,7 @@ class FolderRuns:
     def values_of(self, setting: Setting, result: Metric) -> list[float]:
         """Return a result of each run of a setting."""
         if result == self.content.last_value:
-            return [float(run.iterations[result.key].iloc[-1]) for run in self.settings[setting]]
+            return [float(run.facts.own_iterations[result.key].iloc[-1]) for run in self.settings[setting]]
         return [float(run.facts.manifest.final[result.key]) for run in self.settings[setting]]
 
     @property

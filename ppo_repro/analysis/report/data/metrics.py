@@ -44,6 +44,7 @@ class PageContent:
     first_chart: tuple[Metric, ...]  # all on the page of one run; on other pages the first one that was recorded
     results: tuple[Metric, ...]  # final results; the first one that all runs have compares settings
     last_value: Metric  # column of `iterations`; its last value compares settings if the runs share no result
+    by_step: tuple[Metric, ...] = ()  # figures of the section Steps, on the page of one run, in place of `optimisation`
     totals: tuple[Metric, ...] = ()  # columns of `iterations`; their sums are key numbers of a run
     samples: str  # word for the things that have a score, a return or a margin
     token_unit: str = "tokens"  # word for the rows of the table `tokens`
@@ -153,7 +154,7 @@ DPO_OPTIMISATION = (
         caption="DPO loss of a minibatch's pairs"),
     _DPO_GRAD_NORM,
 )
-DPO_STEPS = (  # by step, on the page of one DPO run in place of `optimisation`
+DPO_STEPS = (
     Metric("loss", "steps", "Loss", "nats", possible=POSITIVE,
         caption="DPO loss before each step, mean over the pairs of a minibatch; log 2 = 0.693 at first"),
     Metric("margin", "steps", "Margin", "reward",
@@ -199,6 +200,7 @@ CONTENT = {
     "dpo": PageContent(
         learning=DPO_LEARNING,
         optimisation=DPO_OPTIMISATION,
+        by_step=DPO_STEPS,
         first_chart=(replace(_PAIRS_IN_ORDER, title="pairs in order", label="held-out pairs"),),
         samples="pairs",
         results=(replace(_DPO_EVAL_ACCURACY, title="held-out accuracy"),),

@@ -14,7 +14,7 @@ from ppo_repro.analysis.html.page import Card, Statement, scrolled
 from ppo_repro.analysis.mean_text import mean_and_half_width, mean_and_range
 from ppo_repro.analysis.report.data.folder_runs import Final
 from ppo_repro.analysis.report.data.grid_differences import AxisEffect, SettingDifferences
-from ppo_repro.analysis.report.sections.curve_figures import MANY_SEEDS
+from ppo_repro.analysis.report.data.run_curves import MANY_SEEDS
 from ppo_repro.config.files import read_tree
 from ppo_repro.records.grid import GRID
 

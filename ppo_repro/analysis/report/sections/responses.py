@@ -1,4 +1,4 @@
-"""Show responses to held-out prompts: of one run at every evaluation, of two runs at the last one."""
+"""Show responses: to held-out prompts of one run at every evaluation, of two runs at the last one; token by token."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ import pandas as pd
 
 from ppo_repro.analysis.html.markup import Html, differences, element, escape, evenly_spread, number, table
 from ppo_repro.analysis.html.page import Section, scrolled
+from ppo_repro.analysis.html.token_area import token_area
+from ppo_repro.analysis.report.data.chosen_responses import MAX_TOKENS
 from ppo_repro.analysis.report.data.run_facts import Facts
+from ppo_repro.analysis.report.data.token_view import TokenView
 from ppo_repro.records import manifest, reader
 
 HELD_OUT_PROMPTS = 6
@@ -128,3 +131,16 @@ def _shortened(text: str) -> str:
         return text
     half = SHOWN_CHARACTERS // 2
     return f"{text[:half]} … {number(missing)} more characters … {text[-half:]}"
+
+
+def token_section(view: TokenView, recorded: int) -> Section:
+    """Return the section that shows `view`; the run has `recorded` responses."""
+    needs = element("noscript", element("p", "The token view needs the script inside this page."))
+    shown = number(len(view["responses"]))
+    note = (
+        f"{shown} of {number(recorded)} responses: in turn those with the largest |old - rollout| difference, the most "
+        "clipped token updates, the best score, the worst score (the latest first), and the first "
+        f"responses of the first and of the last iteration; at most {number(MAX_TOKENS)} tokens. ppo-repro view "
+        "shows every response."
+    )
+    return Section("tokens", "Tokens", (note,), blocks=(needs, token_area()))

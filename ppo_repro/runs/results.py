@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import NamedTuple
 
 import pandas as pd
 
@@ -22,6 +21,20 @@ from ppo_repro.records.notes import Accuracy, OnCard, read_accuracy, read_card
 from ppo_repro.statistics.draws import NONE, Draws, draws_of
 
 DRAW_COLUMNS = ("old_logprobs", "entropies", "sequence", "cumulative_probs")  # they say how a token was drawn
+
+
+class Change(NamedTuple):
+    """The first and the last value of a number."""
+
+    first: float
+    last: float
+
+    def __str__(self) -> str:
+        """Return the change in three digits: `rose from 0.246 to 0.637`, `stayed at 0.000`."""
+        first, last = f"{self.first:.3f}", f"{self.last:.3f}"
+        if first == last:
+            return f"stayed at {last}"
+        return f"{'rose' if self.last > self.first else 'fell'} from {first} to {last}"
 
 
 @dataclass(frozen=True)
@@ -127,22 +140,20 @@ def ppo_results(run_dir: Path, recorded: Manifest, rows: pd.DataFrame, draws: Dr
     config, final = load_any_recorded_config(run_dir, recorded), recorded.final
     own = reader.own_rows(rows, recorded)  # a fork's origin has another configuration
     if isinstance(config, ControlConfig):
-        before, after = _ends(rows, "eval_return", final)
+        evaluated = _evaluated(rows, "eval_return", final)
         last = float(final.get("last_100_return", math.nan))
-        return ControlResults(
-            config, agreement_of(own), ControlFigures(int(rows["episodes"].sum()), last, before, after)
-        )
+        return ControlResults(config, agreement_of(own), ControlFigures(int(rows["episodes"].sum()), last, *evaluated))
     assert isinstance(config, RunConfig)
-    accuracy, score = (_ends(rows, name, final) for name in ("eval_accuracy", "eval_score"))
+    accuracy, score = (_evaluated(rows, name, final) for name in ("eval_accuracy", "eval_score"))
     figures = LanguageFigures(
         sampled_score_first=float(own["score_mean"].iloc[0]),
         sampled_score_last=float(own["score_mean"].iloc[-1]),
         reward_first=float(own["reward_mean"].iloc[0]),
         reward_last=float(own["reward_mean"].iloc[-1]),
-        accuracy_before=accuracy[0],
-        accuracy_after=accuracy[1],
-        score_before=score[0],
-        score_after=score[1],
+        accuracy_before=accuracy.first,
+        accuracy_after=accuracy.last,
+        score_before=score.first,
+        score_after=score.last,
         cut_fraction=float((own["truncated_fraction"] * own["sequences"]).sum() / own["sequences"].sum()),
         is_judged=is_judged(run_dir),
         numerical_accuracy=read_accuracy(run_dir, recorded),
@@ -164,10 +175,10 @@ def agreement_of(own: pd.DataFrame) -> AgreementCounts:
     )
 
 
-def _ends(rows: pd.DataFrame, name: str, final: Mapping[str, float | int | str]) -> tuple[float, float]:
+def _evaluated(rows: pd.DataFrame, name: str, final: Mapping[str, float | int | str]) -> Change:
     """Return the first and the last evaluation, which may be a final result; NaN if nothing was evaluated."""
     values = [*rows[name].dropna(), *([final[name]] if name in final else [])] or [math.nan]
-    return float(values[0]), float(values[-1])
+    return Change(float(values[0]), float(values[-1]))
 
 
 def _dpo_figures(run_dir: Path, recorded: Manifest, rows: pd.DataFrame) -> DPOFigures:
@@ -210,13 +221,15 @@ def score_of(run_dir: Path, head: Head) -> float | None:
     Language: the last mean score of the held-out responses. Gymnasium: the mean return of the likeliest actions, or of
     the last episodes. DPO: the share of held-out pairs in the right order.
     """
-    candidates: Iterable[Any] = [head.final.get(name) for name in ("eval_score", "eval_return", "last_100_return")]
-    if head.num_iterations and not any(map(_is_number, candidates)):
-        column = {LANGUAGE: "eval_score", CONTROL: "episode_return_mean", DPO: "eval_pair_accuracy"}[head.kind]
-        read = partial(reader.read_iterations, run_dir, columns=[column], recorded=load(run_dir))
-        candidates = (read(iterations=[index])[column].item() for index in reversed(range(head.num_iterations)))
-    return next((float(value) for value in candidates if _is_number(value)), None)
-
-
-def _is_number(value: float | int | str | None) -> TypeGuard[float]:
-    return value is not None and not isinstance(value, str) and not math.isnan(value)
+    for name in ("eval_score", "eval_return", "last_100_return"):
+        if name in head.final and not math.isnan(score := float(head.final[name])):
+            return score
+    if not head.num_iterations:
+        return None
+    column = {LANGUAGE: "eval_score", CONTROL: "episode_return_mean", DPO: "eval_pair_accuracy"}[head.kind]
+    recorded = load(run_dir)
+    for index in reversed(range(head.num_iterations)):
+        rows = reader.read_iterations(run_dir, iterations=[index], columns=[column], recorded=recorded)
+        if rows[column].notna().all():
+            return float(rows[column].item())
+    return None

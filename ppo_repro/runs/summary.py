@@ -17,6 +17,7 @@ from ppo_repro.records import reader
 from ppo_repro.records.notes import by_phase, phases_of
 from ppo_repro.runs.results import (
     AgreementCounts,
+    Change,
     ControlResults,
     DPOFigures,
     LanguageResults,
@@ -110,7 +111,7 @@ def _speeds(seconds_of_phases: Mapping[str, float], tokens: int, unit: str) -> l
 def _language_sentences(results: LanguageResults, iterations: int, tokens: int) -> list[str]:
     figures = results.figures
     return [
-        *(f"held-out {name} {change(*ends)} (greedy)" for name, ends in evaluations(results).items()),
+        *(f"held-out {name} {evaluated} (greedy)" for name, evaluated in evaluations(results).items()),
         sampled_sentence(results),
         *filter(None, [cut_warning(figures.cut_fraction)]),
         f"{iterations} iterations, {tokens:,} response tokens",
@@ -145,50 +146,42 @@ def _dpo_sentences(f: DPOFigures, epochs: int, pairs: int) -> list[str]:
     ]
 
 
-def evaluations(results: LanguageResults) -> dict[str, tuple[float, float]]:
-    """Return the first and the last value of what says how good the responses to held-out prompts are.
+def evaluations(results: LanguageResults) -> dict[str, Change]:
+    """Return by name which of score and accuracy say how good the responses to held-out prompts are.
 
     The score says no more than the accuracy if it is only whether the response equals the answer.
     """
     figures, terms = results.figures, results.config.reward.terms
     has_score = not figures.is_judged or any(not isinstance(term, ExactMatch) for term in terms)
-    score = {"score": (figures.score_before, figures.score_after)} if has_score else {}
-    return score | ({"accuracy": (figures.accuracy_before, figures.accuracy_after)} if figures.is_judged else {})
+    score = {"score": Change(figures.score_before, figures.score_after)} if has_score else {}
+    return score | ({"accuracy": Change(figures.accuracy_before, figures.accuracy_after)} if figures.is_judged else {})
 
 
 def sampled_sentence(results: LanguageResults) -> str:
     """Return a sentence on the mean score of the sampled responses, and on their mean reward if it has a KL penalty."""
     figures, kl = results.figures, results.config.kl
     text = f"sampled responses: mean score {figures.sampled_score_first:.3f} -> {figures.sampled_score_last:.3f}"
-    if not isinstance(kl, KLInReward) or kl.kl_coef == 0:
+    if not isinstance(kl, KLInReward) or kl.kl_coef <= 0:
         return text
     reward = f"{figures.reward_first:.3f} -> {figures.reward_last:.3f}"
     return f"{text}; mean reward, the score minus the KL penalty, {reward}"
 
 
-def change(before: float, after: float) -> str:
-    """Return how a number changed, in three digits: `rose from 0.246 to 0.637`, `stayed at 0.000`."""
-    first, last = f"{before:.3f}", f"{after:.3f}"
-    if first == last:
-        return f"stayed at {last}"
-    return f"{'rose' if after > before else 'fell'} from {first} to {last}"
-
-
 def cut_warning(fraction: float) -> str | None:
     """Return a sentence on the fraction of responses that reached the length limit; None if it is not large."""
-    if fraction <= MANY_CUT:
-        return None
-    return f"{fraction:.0%} of the responses were cut at rollout.max_response_tokens; raise it"
+    text = f"{fraction:.0%} of the responses were cut at rollout.max_response_tokens; raise it"
+    return text if fraction > MANY_CUT else None
 
 
 def on_policy_lines(results: PPOResults) -> list[Line]:
     """Return lines on the agreement of sampler and trainer: log-probs, ratios, values, draws, accuracy."""
-    counts, anchor, has_values = results.agreement, "rollout", True
-    if isinstance(results, LanguageResults):
-        anchor, has_values = results.config.ppo.ratio_anchor, results.config.value.kind != "none"
-    exact, first = counts.first_minibatch_tokens - counts.unequal_first_ratios, f"of {counts.first_minibatch_tokens:,}"
-    ratios = f"{exact:,} {first} first-minibatch ratios (anchor {anchor}) are exactly 1"
-    values = f"{counts.unequal_values:,} {first} recomputed values differ from the recorded ones"
+    counts = results.agreement
+    anchor = results.config.ppo.ratio_anchor if isinstance(results, LanguageResults) else "rollout"
+    has_values = isinstance(results, ControlResults) or results.config.value.kind != "none"
+    first = counts.first_minibatch_tokens
+    exact = f"{first - counts.unequal_first_ratios:,} of {first:,}"
+    ratios = f"{exact} first-minibatch ratios (anchor {anchor}) are exactly 1"
+    values = f"{counts.unequal_values:,} of {first:,} recomputed values differ from the recorded ones"
     lines = [
         logprobs_line(counts),
         _counted(counts.unequal_first_ratios, ratios),

@@ -1,7 +1,7 @@
 """Draw charts as inline SVG: lines with bands, and bars. Colours are classes of style.css.
 
 The charts need no network. They follow light and dark colours and the width of a phone, and show the values under the
-pointer. Matplotlib's SVG has style attributes, which the page's security policy forbids, fixed colours, and no values.
+pointer. Matplotlib's SVG has style attributes, which the page's security policy forbids.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ def _ppo_page(facts: Facts, responses: int) -> str:
         ),
         Card("Is it on-policy?", on_policy),
         Card("What went wrong?", verdicts.troubles(facts, results, numbers.counts)),
-        Card("How to repeat it", blocks=[facts_html(repeating(facts))]),
+        _repeat_card(facts),
     ]
     sections = [
         Section("learning", "Learning", figures=[*learning, *distributions]),
@@ -77,6 +77,11 @@ def _ppo_page(facts: Facts, responses: int) -> str:
     return page(facts.name, cards, sections, tokens)
 
 
+def _repeat_card(facts: Facts) -> Card:
+    command = f"ppo-repro rerun RUN, where RUN is the folder {facts.run_dir.resolve().name}"
+    return Card("How to repeat it", blocks=[facts_html({"run again": command} | repeating(facts))])
+
+
 def _dpo_page(facts: Facts) -> str:
     curves, last = run_curves(facts), facts.manifest.num_iterations - 1
     rows = reader.read_table("margins", facts.run_dir, iterations=[last], columns=["held_out", "margins"])
@@ -87,7 +92,7 @@ def _dpo_page(facts: Facts) -> str:
             [Statement("fact", sentence(line)) for line in summarise(facts.run_dir).sentences],
             chart=curve_figures.run_chart(facts, curves),
         ),
-        Card("How to repeat it", blocks=[facts_html(repeating(facts))]),
+        _repeat_card(facts),
     ]
     by_step = [curve_figures.metric_by_step(metric, facts.steps) for metric in facts.content.by_step]
     sections = [

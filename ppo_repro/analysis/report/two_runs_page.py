@@ -10,7 +10,7 @@ import pandas as pd
 from ppo_repro.analysis.html.markup import table
 from ppo_repro.analysis.html.page import Card, Statement, folded_text, page, scrolled
 from ppo_repro.analysis.report.data.run_curves import OneRun, first_and_last, read_run
-from ppo_repro.analysis.report.data.run_facts import RUN_AGAIN, repeating
+from ppo_repro.analysis.report.data.run_facts import repeating
 from ppo_repro.analysis.report.sections import verdicts
 from ppo_repro.analysis.report.sections.curve_figures import PageLine, curve_sections, informative, main_chart
 from ppo_repro.analysis.report.sections.numbers_and_configuration import numbers_section
@@ -22,7 +22,8 @@ from ppo_repro.records.changes import setup_changes, setup_of, value_text
 from ppo_repro.records.diff import RUN, first_difference
 from ppo_repro.records.label import read_label
 from ppo_repro.records.settings import settings_of
-from ppo_repro.runs.summary import change, logprobs_line
+from ppo_repro.runs.results import Change
+from ppo_repro.runs.summary import logprobs_line
 
 
 def two_runs_page(a: Path, b: Path) -> str:
@@ -71,11 +72,10 @@ def _learning(runs: Mapping[str, OneRun]) -> list[Statement]:
     """Return a sentence about the first and last score or return of each run, and a warning about its weight."""
     sentences = []
     for name, run in runs.items():
-        for metric in run.facts.content.first_chart:
-            if metric.key in run.curves:
-                values = run.curves[metric.key].value.tolist()
-                sentences.append(Statement("fact", f"{name} {change(values[0], values[-1])} ({metric.title})."))
-                break
+        metric = next((metric for metric in run.facts.content.first_chart if metric.key in run.curves), None)
+        if metric is not None:
+            values = run.curves[metric.key].value.tolist()
+            sentences.append(Statement("fact", f"{name} {Change(values[0], values[-1])} ({metric.title})."))
     alone = "One run each says nothing about the methods: compare seeds by `ppo-repro analyse table`."
     return [*sentences, Statement("fact", alone)]
 
@@ -99,16 +99,14 @@ def _first_difference(a: OneRun, b: OneRun) -> Statement:
 
 
 def _agreement(name: str, run: OneRun) -> list[Statement]:
-    sentences = [Statement(v.kind, v.text.replace("The run", name)) for v in verdicts.state(run.facts)]
     differ = logprobs_line(run.agreement)
-    return [*sentences, Statement(differ.kind, f"{name}: {differ.text}.")]
+    return [*verdicts.state(run.facts, name), Statement(differ.kind, f"{name}: {differ.text}.")]
 
 
 def _about(runs: Mapping[str, OneRun]) -> pd.DataFrame:
     """Return the columns fact, A, B; a fact of one run alone, such as the origin of a fork, is blank in the other."""
-    a, b = (dict(repeating(run.facts)) for run in runs.values())
-    names = [name for name in a | b if name != RUN_AGAIN]  # its command is for one run
-    rows = [(name, a.get(name, ""), "the same" if a.get(name) == b.get(name) else b.get(name, "")) for name in names]
+    a, b = (repeating(run.facts) for run in runs.values())
+    rows = [(name, a.get(name, ""), "the same" if a.get(name) == b.get(name) else b.get(name, "")) for name in a | b]
     return pd.DataFrame(rows, columns=["fact", "A", "B"])
 
 

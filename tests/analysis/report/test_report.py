@@ -34,8 +34,8 @@ from ppo_repro.config.files import load_config
 from ppo_repro.records import reader
 from ppo_repro.records.label import Label, write_label
 from ppo_repro.records.notes import read_accuracy
-from ppo_repro.runs.results import LanguageResults, ppo_results
-from ppo_repro.runs.summary import change, on_policy_lines, summarise
+from ppo_repro.runs.results import Change, LanguageResults, ppo_results
+from ppo_repro.runs.summary import summarise
 from ppo_repro.statistics.draws import NONE
 from tests.analysis.report.hostile_run import make_hostile_run, pieces_of
 from tests.support.cli import Cli
@@ -116,15 +116,6 @@ def test_the_first_screen_answers_four_questions(deterministic_run: Path, native
     assert "after the last update" in said
     assert "after the last update" not in text_of(cut)
     assert {r["iteration"] for r in embedded(cut)["responses"]} <= {0, 1}
-
-
-def test_a_page_compares_accuracy_with_the_peer_of_the_precision(deterministic_run: Path) -> None:
-    results = results_of(deterministic_run)
-    measured = results.figures.numerical_accuracy
-    assert measured is not None
-    for stock in ("float32", "bfloat16"):
-        figures = replace(results.figures, numerical_accuracy=replace(measured, stock=stock))
-        assert f"; stock {stock} " in on_policy_lines(replace(results, figures=figures))[-1].text
 
 
 def test_a_page_says_how_many_prompts_were_held_out_and_how_many_responses_were_cut(deterministic_run: Path) -> None:
@@ -434,7 +425,7 @@ def test_two_runs_side_by_side(deterministic_run: Path, native_run: Path, tmp_pa
     assert "numerics.modedeterministicnative" in said
     assert re.search(r"A and B first differ: .* in A, .* in B; ", said)
     first, last = (reader.read_iterations(native_run)["eval_score"].iloc[0], final(native_run, "eval_score"))
-    assert f"B {change(first, last)} (score, held out)." in said
+    assert f"B {Change(first, last)} (score, held out)." in said
     assert legend_of(check(page)) == ["A: mode=deterministic", "B: mode=native"]
     assert legend_of(check(page_of_one)) == ["A", "B"]
     facts = ["".join(n.itertext()) for table in check(page).iter("table") for n in next(table.iter("tbody")).iter("tr")]

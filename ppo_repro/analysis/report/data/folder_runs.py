@@ -23,6 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+import pandas as pd
+
 from ppo_repro.analysis.report.data.metrics import Metric, PageContent
 from ppo_repro.analysis.report.data.run_curves import OneRun, read_run
 from ppo_repro.base.errors import UserError
@@ -103,8 +105,9 @@ def read_folder(folder: Path) -> FolderRuns:
     unique, copies = (complete, []) if (folder / GRID).exists() else _without_copies(complete)
     settings = _settings(folder, [read_run(run_dir) for run_dir in unique])
     facts = [run.facts for group in settings.values() for run in group]
-    finals, is_judged = [of.manifest.final for of in facts], all(of.is_judged for of in facts)
-    return FolderRuns(folder, states, copies, settings, shared_results(facts[0].content, finals, is_judged))
+    is_judged = all(run_facts.is_judged for run_facts in facts)
+    results = shared_results(facts[0].content, [run_facts.manifest.final for run_facts in facts], is_judged)
+    return FolderRuns(folder, states, copies, settings, results)
 
 
 def _runs_below(folder: Path) -> list[Path]:
@@ -129,7 +132,8 @@ def _without_copies(complete: Sequence[Path]) -> tuple[list[Path], list[tuple[Pa
 def _settings(folder: Path, runs: Sequence[OneRun]) -> dict[Setting, list[OneRun]]:
     """Return the runs of each setting, by its text and with its name."""
     settings: dict[Setting, list[OneRun]] = {}
-    for setting, run in _by_axes(folder, runs) or _by_differences(runs):
+    by_differences = settings_of([setup_of(run.facts.run_dir, run.facts.manifest) for run in runs])
+    for setting, run in _by_axes(folder, runs) or zip(by_differences, runs, strict=True):
         settings.setdefault(setting, []).append(run)
     labels = [[read_label(run.facts.run_dir).name for run in group] for group in settings.values()]
     experiments = [group[0].facts.config.experiment for group in settings.values()]
@@ -139,35 +143,22 @@ def _settings(folder: Path, runs: Sequence[OneRun]) -> dict[Setting, list[OneRun
 
 def setting_names(texts: Sequence[str], labels: Sequence[Sequence[str]], experiments: Sequence[str]) -> list[str]:
     """Name each setting from its text, the labels of its runs ("" for none) and its experiment."""
-    shared = [of[0] if len(set(of)) == 1 else "" for of in labels]
+    shared = [group[0] if len(set(group)) == 1 else "" for group in labels]
     names = [label or text or experiment for label, text, experiment in zip(shared, texts, experiments, strict=True)]
     return names if len(set(names)) == len(names) else list(texts)
 
 
 def _by_axes(folder: Path, runs: Sequence[OneRun]) -> list[tuple[Setting, OneRun]]:
     """Return each run with its labels of the grid's axes as setting, in the grid's order; [] if a run has no labels."""
-    labels, paths = _labels(folder), [str(run.facts.run_dir.relative_to(folder)) for run in runs]
+    cells = read_grid_table(folder / CELLS) if (folder / CELLS).exists() else pd.DataFrame()
+    axes, paths = axes_of(cells), [str(run.facts.run_dir.relative_to(folder)) for run in runs]
+    rows = cells.to_dict("records") if axes else []
+    labels = {str(row["run_dir"]): ", ".join(str(row[axis]) for axis in axes) for row in rows}
     if not all(path in labels for path in paths):
         return []
     order = {label: k for k, label in enumerate(labels.values())}
     pairs = sorted(zip(paths, runs, strict=True), key=lambda pair: order[labels[pair[0]]])
     return [(Setting(labels[path], ""), run) for path, run in pairs]
-
-
-def _by_differences(runs: Sequence[OneRun]) -> list[tuple[Setting, OneRun]]:
-    """Return each run with its values of the fields in which the setups of the runs differ."""
-    settings = settings_of([setup_of(run.facts.run_dir, run.facts.manifest) for run in runs])
-    return list(zip(settings, runs, strict=True))
-
-
-def _labels(folder: Path) -> dict[str, str]:
-    """Return the labels of a grid's axes for each of its runs, by the path in the folder; {} if it has no axes."""
-    if not (folder / CELLS).exists():
-        return {}
-    cells = read_grid_table(folder / CELLS)
-    axes = axes_of(cells)
-    rows = cells.to_dict("records") if axes else []
-    return {str(row["run_dir"]): ", ".join(str(row[axis]) for axis in axes) for row in rows}
 
 
 def shared_results(

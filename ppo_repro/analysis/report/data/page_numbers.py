@@ -44,24 +44,14 @@ QUANTILES = {"smallest": 0.0, "low": 0.01, "median": 0.5, "high": 0.99, "largest
 _UPDATE_COLUMNS = ["sequence", "epoch", "minibatch", "ratios", "clip_flag"]
 
 
-@dataclass(frozen=True)
-class Counts:
-    """Counts over one or more iterations; `+` adds the counts of other iterations."""
+class Counts(NamedTuple):
+    """Counts over one or more iterations."""
 
     deltas: npt.NDArray[np.int64]  # of `delta_counts`
     zero_deltas: int
     nonfinite_deltas: int
     nonfinite_ratios: int
     draws: Draws
-
-    def __add__(self, other: Counts) -> Counts:
-        return Counts(
-            deltas=self.deltas + other.deltas,
-            zero_deltas=self.zero_deltas + other.zero_deltas,
-            nonfinite_deltas=self.nonfinite_deltas + other.nonfinite_deltas,
-            nonfinite_ratios=self.nonfinite_ratios + other.nonfinite_ratios,
-            draws=self.draws + other.draws,
-        )
 
 
 class StepRatios(NamedTuple):
@@ -124,19 +114,25 @@ def ratio_quantiles(iteration: int, updates: pd.DataFrame) -> pd.DataFrame:
 def read_page_numbers(facts: Facts) -> PageNumbers:
     """Read all iterations of a run of PPO once, and return the numbers for its page."""
     run_dir, recorded = facts.run_dir, facts.manifest
-    means, values, responses = dict[int, Means](), dict[int, Floats](), list[pd.DataFrame]()
-    counts, ratios, flags = list[Counts](), list[pd.DataFrame](), list[dict[str, int]]()
+    means: dict[int, Means] = {}
+    values: dict[int, Floats] = {}
+    responses = [pd.DataFrame(columns=ResponseSummary._fields)]
+    counts: list[Counts] = []
+    ratios: list[pd.DataFrame] = []
+    flags: list[dict[str, int]] = []
     for number in range(recorded.num_iterations):
         updates = reader.read_updates(run_dir, iterations=[number], columns=_UPDATE_COLUMNS, recorded=recorded)
         if has_responses(recorded):
             sequences, tokens = read_sampled(facts, number)
-            draws, values[number] = draws_of_records(number, tokens), sequences["scores"].to_numpy(np.float64)
+            draws = draws_of_records(number, tokens)
+            values[number] = sequences["scores"].to_numpy(np.float64)
             means[number] = response_means(sequences, tokens, draws)
             responses.append(_response_summary(number, sequences, tokens, updates))
         else:
             columns = ["rollout_logprobs", "old_logprobs"]
             tokens = reader.read_tokens(run_dir, iterations=[number], columns=columns, recorded=recorded)
-            draws, values[number] = NONE, returns_of(facts, number)
+            draws = NONE
+            values[number] = returns_of(facts, number)
             means[number] = return_means(values[number])
         if number in recorded.own_iterations:
             counts.append(_counts(tokens, updates, draws))
@@ -145,10 +141,8 @@ def read_page_numbers(facts: Facts) -> PageNumbers:
     return PageNumbers(
         curves=curves_of(facts, means),
         values=values,
-        responses=pd.concat(responses, ignore_index=True)
-        if responses
-        else pd.DataFrame(columns=ResponseSummary._fields),
-        counts=reduce(add, counts),
+        responses=pd.concat(responses[1:] or responses, ignore_index=True),
+        counts=Counts(*(reduce(add, field) for field in zip(*counts, strict=True))),
         ratios=pd.concat(ratios, ignore_index=True),
         flags=pd.DataFrame(flags),
     )

@@ -92,36 +92,28 @@ def read_facts(run_dir: Path) -> Facts:
     )
 
 
-RUN_AGAIN = "run again"  # the fact with the command that repeats a run
-
-
-def repeating(facts: Facts) -> list[tuple[str, str]]:
-    """Return name and value of each fact that identifies a run and its machine."""
+def repeating(facts: Facts) -> dict[str, str]:
+    """Return by name the facts that identify a run and its machine."""
     run_dir, manifest, environment, config = facts.run_dir, facts.manifest, facts.environment, facts.config
     packages = environment.get("packages", {})
     versions = ", ".join(f"{name} {packages[name]}" for name in ("torch", "transformers", "numpy") if name in packages)
     commit = str(environment.get("git_commit") or "no commit")[:12]
     dirty = " with changes" if environment.get("git_dirty") else ""
     origin, card = manifest.origin, read_card(run_dir, manifest)
-    forked = []
+    began = environment.get(STARTED)
+    forked = {}
     if origin is not None:
         changed = "; ".join(change_lines(origin.changed)) or "nothing"
-        forked = [("forked from", forked_from(origin, Path(origin.run).name)), ("changed", changed)]
-    return [
-        (RUN_AGAIN, f"ppo-repro rerun RUN, where RUN is the folder {run_dir.resolve().name}"),
-        ("fingerprint", manifest.fingerprint),
-        *forked,
-        ("configuration", manifest.config_digest),
-        ("numerics", f"{config.numerics.mode}, seed {config.seed}"),
-        ("code", f"ppo_repro {environment.get('ppo_repro', 'not recorded')}, {commit}{dirty}"),
-        ("versions", f"Python {environment.get('python', 'not recorded')}, {versions}"),
-        ("machine", f"{environment.get('platform', 'not recorded')}, {environment.get('cpu_capability', '')}"),
-        *([] if card is None else [("card", card.sentence())]),
-        ("layout", f"threads {environment.get('threads', '?')}, processes {environment.get('processes', '?')}"),
-        ("began", _moment(environment.get(STARTED))),
-    ]
-
-
-def _moment(text: str | None) -> str:
-    """Return a recorded moment to the second."""
-    return "not recorded" if text is None else f"{datetime.fromisoformat(text):%Y-%m-%d %H:%M:%S} UTC"
+        forked = {"forked from": forked_from(origin, Path(origin.run).name), "changed": changed}
+    return {
+        "fingerprint": manifest.fingerprint,
+        **forked,
+        "configuration": manifest.config_digest,
+        "numerics": f"{config.numerics.mode}, seed {config.seed}",
+        "code": f"ppo_repro {environment.get('ppo_repro', 'not recorded')}, {commit}{dirty}",
+        "versions": f"Python {environment.get('python', 'not recorded')}, {versions}",
+        "machine": f"{environment.get('platform', 'not recorded')}, {environment.get('cpu_capability', '')}",
+        **({} if card is None else {"card": card.sentence()}),
+        "layout": f"threads {environment.get('threads', '?')}, processes {environment.get('processes', '?')}",
+        "began": "not recorded" if began is None else f"{datetime.fromisoformat(began):%Y-%m-%d %H:%M:%S} UTC",
+    }

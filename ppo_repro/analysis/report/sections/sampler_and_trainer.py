@@ -53,22 +53,15 @@ BUCKETS = {
 BUCKET_COLUMNS = ["lo", "hi", "n_tokens", "abs_mean", "abs_p99", "abs_max"]
 
 
-def cause_statement(found: RunMismatch | None) -> Statement:
+def cause_statement(mismatch: RunMismatch | None) -> Statement:
     """Return the sentence about the cause of a difference between sampler and trainer."""
-    if found is None:
+    if mismatch is None:
         text = "Cause of the difference: no token has two finite log-probs; find out where the others come from."
         return Statement("fact", text)
-    cause = found.cause
+    cause = mismatch.cause
     untested = f"; not tested: {', '.join(cause.untested)}" if cause.untested else ""
     text = f"Cause of the difference: {cause.verdict}{untested} (tier {cause.tier}).".replace("_", " ")
     return Statement("fact", f"{text} {cause.advice}")
-
-
-def mismatch_figures(found: RunMismatch) -> list[Figure]:
-    """Draw the mismatch by probability, position, lag, turn and route, and over the iterations."""
-    kinds = set(found.buckets["kind"])
-    drawn = [bucket_figure(found.buckets, kind) for kind in BUCKETS if kind in kinds]
-    return [*drawn, divergence_figure(found.metrics)]
 
 
 def mismatch_section(counts: Counts, mismatch: RunMismatch | None, draws: list[Figure]) -> Section:
@@ -78,8 +71,12 @@ def mismatch_section(counts: Counts, mismatch: RunMismatch | None, draws: list[F
         finite = " finite" if counts.nonfinite_deltas else ""
         which = f"All {equal:,}{finite} differences are exactly 0" if equal else "No difference is finite"
         return Section("mismatch", title, [f"{which}, so there is no distribution of them to draw."], draws)
-    by_bucket = [] if mismatch is None else mismatch_figures(mismatch)
-    return Section("mismatch", title, figures=[delta_figure(counts.deltas, equal), *by_bucket, *draws])
+    figures = [delta_figure(counts.deltas, equal)]
+    if mismatch is not None:
+        kinds = set(mismatch.buckets["kind"])
+        figures += [bucket_figure(mismatch.buckets, kind) for kind in BUCKETS if kind in kinds]
+        figures.append(divergence_figure(mismatch.metrics))
+    return Section("mismatch", title, figures=[*figures, *draws])
 
 
 def delta_figure(counted: npt.NDArray[np.int64], equal: int) -> Figure:

@@ -13,8 +13,8 @@ from ppo_repro.analysis.report.data.page_numbers import Counts
 from ppo_repro.analysis.report.data.run_facts import Facts
 from ppo_repro.config.mismatch import SamplerFaults, TrainerFaults
 from ppo_repro.config.run import RunConfig
-from ppo_repro.runs.results import ControlResults, LanguageResults, PPOResults
-from ppo_repro.runs.summary import Line, change, cut_warning, evaluations, sampled_sentence
+from ppo_repro.runs.results import Change, ControlResults, LanguageResults, PPOResults
+from ppo_repro.runs.summary import Line, cut_warning, evaluations, sampled_sentence
 
 
 def statements(lines: Sequence[Line]) -> list[Statement]:
@@ -40,7 +40,10 @@ def learning(facts: Facts, results: PPOResults) -> list[Statement]:
     how = f"greedy, {number(results.config.task.num_eval_prompts)} prompts"
     kl = number(float(facts.iterations["ref_kl_per_sequence"].iloc[-1]), 3)
     return [
-        *(_evaluated(facts, f"eval_{key}", f"Held-out {key}", ends, how) for key, ends in evaluations(results).items()),
+        *(
+            _evaluated(facts, f"eval_{key}", f"Held-out {key}", change, how)
+            for key, change in evaluations(results).items()
+        ),
         Statement("fact", sentence(sampled_sentence(results))),
         Statement("fact", f"KL(policy || reference) at last: {kl} nats per response (exact, mean over the responses)."),
     ]
@@ -51,7 +54,7 @@ def _changes_of_returns(facts: Facts, results: ControlResults) -> list[Statement
     verdicts = []
     if not math.isnan(figures.eval_before):
         name = f"Mean return of {results.config.evaluation.episodes} whole episodes"
-        returns = figures.eval_before, figures.eval_after
+        returns = Change(figures.eval_before, figures.eval_after)
         verdicts.append(_evaluated(facts, "eval_return", name, returns, "likeliest actions"))
     if len(means):
         ends = f"{number(float(means.iloc[0]), 4)} at first, {number(float(means.iloc[-1]), 4)} at last"
@@ -59,19 +62,19 @@ def _changes_of_returns(facts: Facts, results: ControlResults) -> list[Statement
     return verdicts
 
 
-def _evaluated(facts: Facts, column: str, name: str, ends: tuple[float, float], how: str) -> Statement:
-    """Return a sentence about the first and the last evaluation of one metric, with their values `ends`."""
+def _evaluated(facts: Facts, column: str, name: str, change: Change, how: str) -> Statement:
+    """Return a sentence about the first and the last evaluation of one metric."""
     measured = facts.iterations.loc[facts.iterations[column].notna(), "iteration"]
     is_final = column in facts.manifest.final
     if not is_final and len(measured) < 2:
-        return Statement("fact", f"{name}: {number(ends[0], 3)} at the start.")
+        return Statement("fact", f"{name}: {number(change.first, 3)} at the start.")
     moment = "after the last update" if is_final else f"before iteration {measured.iloc[-1]}"
-    return Statement("fact", f"{name} {change(*ends)} {moment} ({how}).")
+    return Statement("fact", f"{name} {change} {moment} ({how}).")
 
 
 def troubles(facts: Facts, results: PPOResults, counts: Counts) -> list[Statement]:
     """Return sentences about missing iterations, cut responses, values that are not finite, and deliberate faults."""
-    verdicts = state(facts)
+    verdicts = state(facts, "The run")
     if counts.nonfinite_ratios + counts.nonfinite_deltas:
         counted = f"{counts.nonfinite_ratios:,} ratios, {counts.nonfinite_deltas:,} log-prob differences"
         verdicts.append(Statement("differs", f"Not finite: {counted}. No figure includes them."))
@@ -82,13 +85,13 @@ def troubles(facts: Facts, results: PPOResults, counts: Counts) -> list[Statemen
     return verdicts or [Statement("holds", "Nothing: the run is complete, and its ratios and log-probs are finite.")]
 
 
-def state(facts: Facts) -> list[Statement]:
-    """Return a sentence about a run that is not complete; [] for a complete run."""
+def state(facts: Facts, name: str) -> list[Statement]:
+    """Return a sentence about a run that is not complete, which it calls `name`; [] for a complete run."""
     if facts.manifest.status == "complete":
         return []
     words = {"running": "is not finished: it works still, or was killed,", "interrupted": "was interrupted"}
     text = (
-        f"The run {words.get(facts.manifest.status, 'failed')} after {len(facts.iterations)} of "
+        f"{name} {words.get(facts.manifest.status, 'failed')} after {len(facts.iterations)} of "
         f"{facts.config.iterations} iterations, which this page shows. `ppo-repro resume RUN` goes on."
     )
     return [Statement("differs", text)]

@@ -39,14 +39,11 @@ class Change(NamedTuple):
 
 @dataclass(frozen=True)
 class AgreementCounts:
-    """Recorded counts of unequal bits between sampler and trainer, in the iterations that a run computed itself.
-
-    Ratios and values are of the first minibatch of each iteration, before any step.
-    """
+    """Recorded counts of unequal bits between sampler and trainer, in the iterations that a run computed itself."""
 
     tokens: int
     unequal_old_rollout_logprobs: int
-    first_minibatch_tokens: int
+    first_minibatch_tokens: int  # of each iteration, whose ratios and values are counted before any step
     unequal_values: int
     unequal_first_ratios: int
     max_abs_old_rollout: float  # nats
@@ -54,10 +51,7 @@ class AgreementCounts:
 
 @dataclass(frozen=True)
 class LanguageFigures:
-    """Figures of PPO on a language model, by their names in `--json`.
-
-    What depends on settings leaves out iterations that a fork copied.
-    """
+    """Figures of PPO on a language model, by their names in `--json`."""
 
     sampled_score_first: float
     sampled_score_last: float
@@ -131,12 +125,7 @@ def read_results(run_dir: Path, recorded: Manifest, rows: pd.DataFrame) -> PPORe
 
 
 def ppo_results(run_dir: Path, recorded: Manifest, rows: pd.DataFrame, draws: Draws) -> PPOResults:
-    """Return the results of a run of PPO, complete or not.
-
-    Args:
-        rows: its table `iterations`.
-        draws: the draws of the tokens of its own iterations.
-    """
+    """Return the results of a run of PPO, complete or not, from its table `iterations` and the draws of its tokens."""
     config, final = load_any_recorded_config(run_dir, recorded), recorded.final
     own = reader.own_rows(rows, recorded)  # a fork's origin has another configuration
     if isinstance(config, ControlConfig):

@@ -43,7 +43,8 @@ def run_page(run_dir: Path, responses: int = RESPONSES) -> str:
 def _ppo_page(facts: Facts, responses: int) -> str:
     numbers, content = read_page_numbers(facts), facts.content
     results = ppo_results(facts.run_dir, facts.manifest, facts.iterations, numbers.counts.draws)
-    on_policy, mismatch = verdicts.statements(on_policy_lines(results)), None
+    on_policy = [Statement(line.kind, sentence(line.text)) for line in on_policy_lines(results)]
+    mismatch = None
     if results.agreement.unequal_old_rollout_logprobs and has_responses(facts.manifest):
         mismatch = read_mismatch(facts)
         on_policy.append(cause_statement(mismatch))

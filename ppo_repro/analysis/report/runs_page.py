@@ -65,14 +65,14 @@ def _result_cards(runs: FolderRuns, lines: Sequence[PageLine], forks: Sequence[s
     if not runs.is_grid:
         return [Card(f"{title} of each setting", about_chart, [results], chart)]
     finals = runs.finals(result)
-    found = grid_differences.setting_differences(finals, grid_differences.limits_of(runs, result))
-    effects = grid_differences.axis_effects(runs.folder, finals) if found else []
-    answer = grid_answer.answer_statements(finals, found, result.title)
+    differences = grid_differences.setting_differences(finals, grid_differences.limits_of(runs, result))
+    effects = grid_differences.axis_effects(runs.folder, finals) if differences else []
+    answer = grid_answer.answer_statements(finals, differences, result.title)
     return [
         grid_answer.question_card(runs.folder),
         Card("What is the answer?", [*answer, *about_chart], chart=chart),
         Card(f"{title} of each setting", blocks=[results]),
-        *([grid_answer.differences_card(found)] if found else []),
+        *([grid_answer.differences_card(differences)] if differences else []),
         *([grid_answer.effects_card(effects, result.title)] if effects else []),
     ]
 
@@ -98,11 +98,11 @@ def _list_of_runs(runs: FolderRuns, linked_from: Path | None) -> Section:
 def _left_out(runs: FolderRuns) -> list[Card]:
     """Return a card about the runs that are not in the page; [] if all runs are."""
     folder = runs.folder
-    missing = [f"{run.relative_to(folder)} ({state})" for run, state in runs.states.items() if state != "complete"]
+    missing = [f"{run.relative_to(folder)} ({state})" for run, state in runs.incomplete.items()]
     if (folder / CELLS).exists() and "state" in (cells := read_grid_table(folder / CELLS)):
         missing += incomplete_cells(cells[cells["run_dir"] == ""])  # a run that failed at its start has no folder
     verdicts = [Statement("differs", f"Not complete and not in this page: {', '.join(missing)}.")] if missing else []
-    for copy, unique in runs.copies:
+    for copy, unique in runs.copies.items():
         text = f"{copy.relative_to(folder)} has the fingerprint of {unique.relative_to(folder)}: they count as one run."
         verdicts.append(Statement("fact", text))
     return [Card("Which runs are left out?", verdicts)] if verdicts else []

@@ -52,7 +52,7 @@ def two_runs_page(a: Path, b: Path) -> str:
         *last_responses_section(facts),
         numbers_section(
             {"Last complete iteration": _last_values(runs, lines)},
-            [folded_text(f"Configuration of {name}", one.config_text) for name, one in facts.items()],
+            [folded_text(f"Configuration of {name}", run.config_text) for name, run in facts.items()],
         ),
     ]
     return page(f"A: {facts['A'].name}, B: {facts['B'].name}", cards, sections)

@@ -1,20 +1,4 @@
-"""Read the runs of a grid, or of any folder, by setting, with the results that compare the settings.
-
-The text of a run's setting (`_settings`) is
-1. its labels of the grid's axes, if the grid's table has every run;
-2. its values of the fields in which the setups of the runs differ, without the seed.
-
-The name of a setting (`setting_names`) is
-1. the label that all its runs have;
-2. its text;
-3. its experiment, if the runs do not differ.
-If two settings would have one name, every setting has its text as its name.
-
-The results (`shared_results`) are
-1. the final results that all runs have, but no accuracy if the responses of a run are neither right nor wrong, and no
-   result that equals the first one in every run;
-2. the last mean score or return, if the runs share no final result.
-"""
+"""Read the runs of a grid, or of any folder, by setting, with the results that compare the settings."""
 
 from __future__ import annotations
 
@@ -33,6 +17,7 @@ from ppo_repro.records import manifest
 from ppo_repro.records.changes import setup_of
 from ppo_repro.records.grid import CELLS, GRID, axes_of, read_grid_table
 from ppo_repro.records.label import read_label
+from ppo_repro.records.manifest import Status
 from ppo_repro.records.settings import Setting, settings_of
 
 
@@ -48,13 +33,13 @@ class Final(NamedTuple):
 class FolderRuns:
     """Complete runs of one kind in a folder.
 
-    `states` has the state of every run of the folder. `copies` pairs each run that is left out with the run that has
-    the same fingerprint. The first result compares the settings.
+    `incomplete` runs of the folder and `copies` are left out; a copy is beside the run that has the same fingerprint.
+    The first result compares the settings.
     """
 
     folder: Path
-    states: Mapping[Path, str]
-    copies: Sequence[tuple[Path, Path]]
+    incomplete: Mapping[Path, Status]
+    copies: Mapping[Path, Path]
     settings: Mapping[Setting, Sequence[OneRun]]
     results: Sequence[Metric]
 
@@ -95,19 +80,23 @@ class FolderRuns:
 
 def read_folder(folder: Path) -> FolderRuns:
     """Read the complete runs of a folder. Raises UserError if there is none, or the runs are of several kinds."""
-    states = {run_dir: manifest.load(run_dir).status for run_dir in _runs_below(folder)}
-    complete = [run_dir for run_dir, state in states.items() if state == "complete"]
+    heads = {run_dir: manifest.load(run_dir) for run_dir in _runs_below(folder)}
+    incomplete = {run_dir: head.status for run_dir, head in heads.items() if head.status != "complete"}
+    complete = [run_dir for run_dir in heads if run_dir not in incomplete]
     if not complete:
-        raise UserError(f"{folder}: none of its {len(states)} runs is complete; finish them first")
-    kinds = {manifest.load_head(run_dir).kind for run_dir in complete}
+        raise UserError(f"{folder}: none of its {len(heads)} runs is complete; finish them first")
+    kinds = {heads[run_dir].kind for run_dir in complete}
     if len(kinds) > 1:
         raise UserError(f"{folder}: has {' and '.join(sorted(kinds))} runs; give a folder with runs of one kind")
-    unique, copies = (complete, []) if (folder / GRID).exists() else _without_copies(complete)
-    settings = _settings(folder, [read_run(run_dir) for run_dir in unique])
+    copies: dict[Path, Path] = {}
+    if not (folder / GRID).exists():
+        complete.sort(key=lambda path: (len(path.parts), path))  # a run is before its copy further down
+        copies = _copies({run_dir: heads[run_dir].fingerprint for run_dir in complete})
+    settings = _settings(folder, [read_run(run_dir) for run_dir in complete if run_dir not in copies])
     facts = [run.facts for group in settings.values() for run in group]
     is_judged = all(run_facts.is_judged for run_facts in facts)
     results = shared_results(facts[0].content, [run_facts.manifest.final for run_facts in facts], is_judged)
-    return FolderRuns(folder, states, copies, settings, results)
+    return FolderRuns(folder, incomplete, copies, settings, results)
 
 
 def _runs_below(folder: Path) -> list[Path]:
@@ -118,19 +107,19 @@ def _runs_below(folder: Path) -> list[Path]:
     return runs
 
 
-def _without_copies(complete: Sequence[Path]) -> tuple[list[Path], list[tuple[Path, Path]]]:
-    """Return one run per fingerprint, and each other run paired with the returned run of the same fingerprint."""
+def _copies(fingerprints: Mapping[Path, str]) -> dict[Path, Path]:
+    """Return the runs that have the fingerprint of an earlier run, each with that run."""
     first: dict[str, Path] = {}
-    copies = []
-    for run_dir in sorted(complete, key=lambda path: (len(path.parts), path)):  # the run, not its copy further down
-        unique = first.setdefault(manifest.load_head(run_dir).fingerprint, run_dir)
-        if unique != run_dir:
-            copies.append((run_dir, unique))
-    return list(first.values()), copies
+    earliest = {run_dir: first.setdefault(fingerprint, run_dir) for run_dir, fingerprint in fingerprints.items()}
+    return {run_dir: earlier for run_dir, earlier in earliest.items() if earlier != run_dir}
 
 
 def _settings(folder: Path, runs: Sequence[OneRun]) -> dict[Setting, list[OneRun]]:
-    """Return the runs of each setting, by its text and with its name."""
+    """Return the runs of each setting.
+
+    A setting's text is its labels of the grid's axes or, if a run has no labels, its values of the fields in which the
+    setups of the runs differ, without the seed.
+    """
     settings: dict[Setting, list[OneRun]] = {}
     by_differences = settings_of([setup_of(run.facts.run_dir, run.facts.manifest) for run in runs])
     for setting, run in _by_axes(folder, runs) or zip(by_differences, runs, strict=True):
@@ -142,7 +131,10 @@ def _settings(folder: Path, runs: Sequence[OneRun]) -> dict[Setting, list[OneRun
 
 
 def setting_names(texts: Sequence[str], labels: Sequence[Sequence[str]], experiments: Sequence[str]) -> list[str]:
-    """Name each setting from its text, the labels of its runs ("" for none) and its experiment."""
+    """Name each setting by the label that all its runs have, or else by its text, or else by its experiment.
+
+    If two settings would have one name, the texts are the names. A run without a label has the label "".
+    """
     shared = [group[0] if len(set(group)) == 1 else "" for group in labels]
     names = [label or text or experiment for label, text, experiment in zip(shared, texts, experiments, strict=True)]
     return names if len(set(names)) == len(names) else list(texts)
@@ -164,7 +156,10 @@ def _by_axes(folder: Path, runs: Sequence[OneRun]) -> list[tuple[Setting, OneRun
 def shared_results(
     content: PageContent, finals: Sequence[Mapping[str, float | int | str]], is_judged: bool
 ) -> list[Metric]:
-    """Choose the results that compare runs, from the final results of each; accuracies only if `is_judged`."""
+    """Choose the results that compare runs: final results that all runs have, or else the last mean score or return.
+
+    An accuracy needs `is_judged`. A result that equals the first one in every run is left out.
+    """
     shared = {
         result: [float(final[result.key]) for final in finals]
         for result in content.results

@@ -1,8 +1,7 @@
 """Read the numbers for the page of a run of PPO, with one iteration in memory at a time.
 
-`read_page_numbers` reads every run once. `read_mismatch` reads a run whose log-probs differ once more, because only
-such a run needs the other columns. All numbers are float64 from the recorded columns. Separate counts have the values
-that are not finite.
+`read_mismatch` reads a run whose log-probs differ once more, because only such a run needs the other columns. All
+numbers are float64 from the recorded columns. Separate counts have the values that are not finite.
 """
 
 from __future__ import annotations

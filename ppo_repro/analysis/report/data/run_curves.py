@@ -104,7 +104,8 @@ def curves_of(facts: Facts, sampled: Mapping[int, Means]) -> Curves:
         return _of_iterations(facts.iterations, metric.key, facts.manifest.final.get(metric.key))
 
     meant = [metric for metric in facts.content.metrics if facts.is_judged or not metric.accuracy_of]
-    return {metric.key: found for metric in meant if len((found := curve(metric)).iteration)}
+    curves = {metric.key: curve(metric) for metric in meant}
+    return {key: known for key, known in curves.items() if len(known.iteration)}
 
 
 def _of_means(means: Mapping[int, Ratio]) -> Curve:

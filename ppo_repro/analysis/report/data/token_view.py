@@ -92,10 +92,10 @@ def read_token_view(run_dir: Path, recorded: Manifest, chosen: Sequence[ChosenRe
     """Read the chosen responses of a run, which are in order of iteration, and return them token by token."""
     responses: list[ShownResponse] = []
     for iteration, group in groupby(chosen, key=lambda response: response.iteration):
-        one = [iteration]
-        sequences = reader.read_sequences(run_dir, iterations=one, columns=_SEQUENCE_COLUMNS, recorded=recorded)
-        tokens = reader.read_tokens(run_dir, iterations=one, columns=_TOKEN_COLUMNS, recorded=recorded)
-        updates = reader.read_updates(run_dir, iterations=one, columns=_UPDATE_COLUMNS, recorded=recorded)
+        numbers = [iteration]
+        sequences = reader.read_sequences(run_dir, iterations=numbers, columns=_SEQUENCE_COLUMNS, recorded=recorded)
+        tokens = reader.read_tokens(run_dir, iterations=numbers, columns=_TOKEN_COLUMNS, recorded=recorded)
+        updates = reader.read_updates(run_dir, iterations=numbers, columns=_UPDATE_COLUMNS, recorded=recorded)
         responses += responses_by_token(sequences, tokens, updates, [*group], f"{run_dir}: iteration {iteration}")
     return token_view(responses)
 
@@ -129,9 +129,8 @@ def responses_by_token(
     tokens = tokens.join(_by_epoch(tokens, updates, where))
     tokens = tokens.assign(delta=deltas(tokens), special=are_special(tokens))
     by_sequence: dict[Hashable, ChosenResponse] = {response.sequence: response for response in chosen}
-    of_chosen = [rows[rows["sequence"].isin(list(by_sequence))] for rows in (sequences, tokens)]
-    texts = {row["sequence"]: row for row in of_chosen[0].to_dict("records")}
-    groups = of_chosen[1].groupby("sequence", sort=True)
+    texts = {row["sequence"]: row for row in sequences.to_dict("records")}
+    groups = tokens[tokens["sequence"].isin(list(by_sequence))].groupby("sequence", sort=True)
     return [_shown(by_sequence[key], texts[key], rows.sort_values("position")) for key, rows in groups]
 
 

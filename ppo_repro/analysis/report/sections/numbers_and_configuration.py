@@ -11,7 +11,7 @@ from ppo_repro.analysis.html.page import Section, folded_table, folded_text, scr
 from ppo_repro.analysis.report.data.run_curves import Curves, first_and_last
 from ppo_repro.analysis.report.data.run_facts import Facts
 from ppo_repro.analysis.report.sections.curve_figures import PageLine, informative
-from ppo_repro.records.notes import Accuracy, by_phase, phases_of
+from ppo_repro.records.notes import by_phase, phases_of
 from ppo_repro.runs.results import LanguageResults, PPOResults
 
 TERMS = {
@@ -46,7 +46,11 @@ def ppo_numbers_section(facts: Facts, results: PPOResults, curves: Curves) -> Se
     tables = {"Whole run": _whole_run(facts, results), "First and last value": first_and_last(metrics, curves)}
     if isinstance(results, LanguageResults) and (measured := results.figures.numerical_accuracy) is not None:
         title = f"Log-probs of {measured.tokens:,} tokens at the start, distance from float64"
-        tables[title] = _distances(measured)
+        rows = [
+            ("deterministic", measured.deterministic_rms, measured.deterministic_max),
+            (f"stock {measured.stock}", measured.stock_rms, measured.stock_max),
+        ]
+        tables[title] = pd.DataFrame(rows, columns=["numerics", "rms, nats", "largest, nats"])
     spent = by_phase(facts.run_dir, facts.manifest, phases_of(facts.iterations))
     seconds = pd.DataFrame([(phase, round(value, 1)) for phase, value in spent.items()], columns=["phase", "seconds"])
     folded = [
@@ -67,11 +71,3 @@ def _whole_run(facts: Facts, results: PPOResults) -> pd.DataFrame:
         ("largest |old - rollout|, nats", counts.max_abs_old_rollout),
     ]
     return pd.DataFrame(rows, columns=["quantity", "value"])
-
-
-def _distances(measured: Accuracy) -> pd.DataFrame:
-    rows = [
-        ("deterministic", measured.deterministic_rms, measured.deterministic_max),
-        (f"stock {measured.stock}", measured.stock_rms, measured.stock_max),
-    ]
-    return pd.DataFrame(rows, columns=["numerics", "rms, nats", "largest, nats"])

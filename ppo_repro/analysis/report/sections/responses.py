@@ -83,8 +83,8 @@ def last_responses_section(runs: Mapping[str, Facts]) -> list[Section]:
     if not both:
         return []
     both.sort(key=lambda rows: rows[0]["response"] == rows[1]["response"])  # different ones first
-    different = sum(of_a["response"] != of_b["response"] for of_a, of_b in both)
-    cards = [_last_responses(of_a, of_b, list(runs)) for of_a, of_b in both[:PROMPTS_OF_TWO_RUNS]]
+    different = sum(row_a["response"] != row_b["response"] for row_a, row_b in both)
+    cards = [_last_responses(row_a, row_b, list(runs)) for row_a, row_b in both[:PROMPTS_OF_TWO_RUNS]]
     moments = " and ".join(
         f"{name} at the end" if _is_at_the_end(facts, iteration) else f"{name} before iteration {iteration}"
         for (name, facts), iteration in zip(runs.items(), last, strict=True)
@@ -96,15 +96,15 @@ def last_responses_section(runs: Mapping[str, Facts]) -> list[Section]:
     return [Section("samples", "Last responses", (note,), blocks=[element("div", "".join(cards), class_="cards")])]
 
 
-def _last_responses(of_a: pd.Series, of_b: pd.Series, names: Sequence[str]) -> str:
+def _last_responses(row_a: pd.Series, row_b: pd.Series, names: Sequence[str]) -> str:
     """Return the responses of two runs to one prompt as HTML; marks show where they differ."""
-    parts = differences(*(_shortened(str(row["response"])) for row in (of_a, of_b)))
+    parts = differences(*(_shortened(str(row["response"])) for row in (row_a, row_b)))
     columns: dict[str, Any] = {
         "run": names,
         "response": [_side(parts, "-", "only-a"), _side(parts, "+", "only-b")],
-        "score": [float(row["scores"]) for row in (of_a, of_b)],
+        "score": [float(row["scores"]) for row in (row_a, row_b)],
     }
-    return _prompt_table(str(of_a["prompt"]), str(of_a["answer"]), pd.DataFrame(columns, dtype=object))
+    return _prompt_table(str(row_a["prompt"]), str(row_a["answer"]), pd.DataFrame(columns, dtype=object))
 
 
 def _side(parts: Sequence[tuple[str, str]], kind: str, class_: str) -> Html:

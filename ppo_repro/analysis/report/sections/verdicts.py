@@ -1,10 +1,9 @@
-"""Write the sentences of a run's page: whether the run learned, is on-policy, and had troubles."""
+"""Write the sentences of a run's page: whether the run learned, and had troubles."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
 from pathlib import Path
 
 from ppo_repro.analysis.html.markup import number, sentence
@@ -13,13 +12,8 @@ from ppo_repro.analysis.report.data.page_numbers import Counts
 from ppo_repro.analysis.report.data.run_facts import Facts
 from ppo_repro.config.mismatch import SamplerFaults, TrainerFaults
 from ppo_repro.config.run import RunConfig
-from ppo_repro.runs.results import Change, ControlResults, LanguageResults, PPOResults
-from ppo_repro.runs.summary import Line, cut_warning, evaluations, sampled_sentence
-
-
-def statements(lines: Sequence[Line]) -> list[Statement]:
-    """Return lines of a run's summary as sentences of a page."""
-    return [Statement(line.kind, sentence(line.text)) for line in lines]
+from ppo_repro.runs.results import Change, LanguageResults, PPOResults
+from ppo_repro.runs.summary import cut_warning, evaluations, sampled_sentence
 
 
 def origin(facts: Facts) -> list[Statement]:
@@ -27,49 +21,40 @@ def origin(facts: Facts) -> list[Statement]:
     origin_run = facts.manifest.origin
     if origin_run is None:
         return []
-    name = Path(origin_run.run).name
-    copied = f"iterations 0 to {origin_run.iteration - 1} are its origin's"
-    text = f"A fork of {name}: {copied}. The curves show them, the counts begin after them."
-    return [Statement("fact", text)]
+    copied = f"A fork of {Path(origin_run.run).name}: iterations 0 to {origin_run.iteration - 1} are its origin's."
+    return [Statement("fact", f"{copied} The curves show them, the counts begin after them.")]
 
 
 def learning(facts: Facts, results: PPOResults) -> list[Statement]:
     """Return sentences about the changes of accuracy, score and KL, or of returns."""
-    if isinstance(results, ControlResults):
-        return _changes_of_returns(facts, results)
-    how = f"greedy, {number(results.config.task.num_eval_prompts)} prompts"
-    kl = number(float(facts.iterations["ref_kl_per_sequence"].iloc[-1]), 3)
-    return [
-        *(
-            _evaluated(facts, f"eval_{key}", f"Held-out {key}", change, how)
-            for key, change in evaluations(results).items()
-        ),
-        Statement("fact", sentence(sampled_sentence(results))),
-        Statement("fact", f"KL(policy || reference) at last: {kl} nats per response (exact, mean over the responses)."),
-    ]
+    sentences = []
+    if isinstance(results, LanguageResults):
+        for name, change in evaluations(results).items():
+            how = f"greedy, {number(results.config.task.num_eval_prompts)} prompts"
+            sentences.append(_evaluated(facts, f"eval_{name}", f"Held-out {name}", change, how))
+        sentences.append(sentence(sampled_sentence(results)))
+        kl = number(float(facts.iterations["ref_kl_per_sequence"].iloc[-1]), 3)
+        sentences.append(f"KL(policy || reference) at last: {kl} nats per response (exact, mean over the responses).")
+    else:
+        returns = Change(results.figures.eval_before, results.figures.eval_after)
+        if not math.isnan(returns.first):
+            name = f"Mean return of {results.config.evaluation.episodes} whole episodes"
+            sentences.append(_evaluated(facts, "eval_return", name, returns, "likeliest actions"))
+        means = facts.iterations["episode_return_mean"].dropna()
+        if len(means):
+            ends = f"{number(float(means.iloc[0]), 4)} at first, {number(float(means.iloc[-1]), 4)} at last"
+            sentences.append(f"Mean return of the training episodes that ended: {ends}.")
+    return [Statement("fact", text) for text in sentences]
 
 
-def _changes_of_returns(facts: Facts, results: ControlResults) -> list[Statement]:
-    means, figures = facts.iterations["episode_return_mean"].dropna(), results.figures
-    verdicts = []
-    if not math.isnan(figures.eval_before):
-        name = f"Mean return of {results.config.evaluation.episodes} whole episodes"
-        returns = Change(figures.eval_before, figures.eval_after)
-        verdicts.append(_evaluated(facts, "eval_return", name, returns, "likeliest actions"))
-    if len(means):
-        ends = f"{number(float(means.iloc[0]), 4)} at first, {number(float(means.iloc[-1]), 4)} at last"
-        verdicts.append(Statement("fact", f"Mean return of the training episodes that ended: {ends}."))
-    return verdicts
-
-
-def _evaluated(facts: Facts, column: str, name: str, change: Change, how: str) -> Statement:
+def _evaluated(facts: Facts, column: str, name: str, change: Change, how: str) -> str:
     """Return a sentence about the first and the last evaluation of one metric."""
     measured = facts.iterations.loc[facts.iterations[column].notna(), "iteration"]
     is_final = column in facts.manifest.final
     if not is_final and len(measured) < 2:
-        return Statement("fact", f"{name}: {number(change.first, 3)} at the start.")
+        return f"{name}: {number(change.first, 3)} at the start."
     moment = "after the last update" if is_final else f"before iteration {measured.iloc[-1]}"
-    return Statement("fact", f"{name} {change} {moment} ({how}).")
+    return f"{name} {change} {moment} ({how})."
 
 
 def troubles(facts: Facts, results: PPOResults, counts: Counts) -> list[Statement]:

@@ -13,10 +13,10 @@ import pandas as pd
 from ppo_repro.config.control import ControlConfig
 from ppo_repro.config.files import CONTROL, DPO, LANGUAGE
 from ppo_repro.config.run import RunConfig
-from ppo_repro.config.tasks import Verifier
+from ppo_repro.config.tasks import RewardConfig, Verifier
 from ppo_repro.records import reader
-from ppo_repro.records.folder import load_any_recorded_config, load_recorded_config
-from ppo_repro.records.manifest import Head, Manifest, load, load_head
+from ppo_repro.records.folder import load_any_recorded_config
+from ppo_repro.records.manifest import Head, Manifest, load
 from ppo_repro.records.notes import Accuracy, OnCard, read_accuracy, read_card
 from ppo_repro.statistics.draws import NONE, Draws, draws_of
 
@@ -144,7 +144,7 @@ def ppo_results(run_dir: Path, recorded: Manifest, rows: pd.DataFrame, draws: Dr
         score_before=score.first,
         score_after=score.last,
         cut_fraction=float((own["truncated_fraction"] * own["sequences"]).sum() / own["sequences"].sum()),
-        is_judged=is_judged(run_dir),
+        is_judged=is_judged(run_dir, recorded, config.reward),
         numerical_accuracy=read_accuracy(run_dir, recorded),
         card=read_card(run_dir, recorded),
     )
@@ -192,14 +192,13 @@ def draws_of_records(iteration: int, tokens: pd.DataFrame) -> Draws:
     return draws_of(logprobs, entropies, sequences, known, seed=iteration)
 
 
-def is_judged(run_dir: Path) -> bool:
+def is_judged(run_dir: Path, recorded: Manifest, reward: RewardConfig) -> bool:
     """Return whether responses of a language run are right or wrong.
 
     They are if the prompts have answers or the task has a verifier, unless a user's function is the only reward.
     """
-    reward = load_recorded_config(run_dir).reward
-    first = load_head(run_dir).own_iterations[:1]
-    answers = reader.read_sequences(run_dir, columns=["answer"], iterations=first, allow_incomplete=True)["answer"]
+    first = recorded.own_iterations[:1]
+    answers = reader.read_sequences(run_dir, columns=["answer"], iterations=first, recorded=recorded)["answer"]
     is_known = any(isinstance(term, Verifier) for term in reward.terms) or bool((answers != "").any())
     return reward.judges and is_known
 

@@ -86,7 +86,7 @@ def read_facts(run_dir: Path) -> Facts:
         config=config,
         config_text=(run_dir / CONFIG_NAME).read_text(encoding="utf-8"),
         environment=read_note(run_dir, manifest, ENVIRONMENT_NAME),
-        is_judged=not isinstance(config, RunConfig) or is_judged(run_dir),
+        is_judged=not isinstance(config, RunConfig) or is_judged(run_dir, manifest, config.reward),
         iterations=reader.read_iterations(run_dir, recorded=manifest),
         steps=reader.read_steps(run_dir, recorded=manifest),
     )

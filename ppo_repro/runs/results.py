@@ -43,9 +43,9 @@ class AgreementCounts:
 
     tokens: int
     unequal_old_rollout_logprobs: int
-    first_minibatch_tokens: int  # of each iteration, whose ratios and values are counted before any step
-    unequal_values: int
-    unequal_first_ratios: int
+    first_minibatch_tokens: int  # in the first minibatch of each iteration, before any step
+    unequal_values: int  # of the first minibatches, when computed again
+    unequal_first_ratios: int  # not exactly 1
     max_abs_old_rollout: float  # nats
 
 
@@ -128,10 +128,12 @@ def ppo_results(run_dir: Path, recorded: Manifest, rows: pd.DataFrame, draws: Dr
     """Return the results of a run of PPO, complete or not, from its table `iterations` and the draws of its tokens."""
     config, final = load_any_recorded_config(run_dir, recorded), recorded.final
     own = reader.own_rows(rows, recorded)  # a fork's origin has another configuration
+    agreement = recorded_agreement(own)
     if isinstance(config, ControlConfig):
-        evaluated = _evaluated(rows, "eval_return", final)
-        last = float(final.get("last_100_return", math.nan))
-        return ControlResults(config, agreement_of(own), ControlFigures(int(rows["episodes"].sum()), last, *evaluated))
+        returns = _evaluated(rows, "eval_return", final)
+        last_100_return = float(final.get("last_100_return", math.nan))
+        episodes = int(rows["episodes"].sum())
+        return ControlResults(config, agreement, ControlFigures(episodes, last_100_return, returns.first, returns.last))
     assert isinstance(config, RunConfig)
     accuracy, score = (_evaluated(rows, name, final) for name in ("eval_accuracy", "eval_score"))
     figures = LanguageFigures(
@@ -149,10 +151,10 @@ def ppo_results(run_dir: Path, recorded: Manifest, rows: pd.DataFrame, draws: Dr
         card=read_card(run_dir, recorded),
     )
     were_drawn = not config.mismatch.trainer.retokenize  # tokens that were encoded again were not drawn
-    return LanguageResults(config, agreement_of(own), draws if were_drawn else NONE, figures)
+    return LanguageResults(config, agreement, draws if were_drawn else NONE, figures)
 
 
-def agreement_of(own: pd.DataFrame) -> AgreementCounts:
+def recorded_agreement(own: pd.DataFrame) -> AgreementCounts:
     """Add the counts of some rows of `iterations`."""
     return AgreementCounts(
         tokens=int(own["tokens"].sum()),

@@ -24,6 +24,7 @@ from ppo_repro.runs.results import (
     PPOResults,
     read_results,
 )
+from ppo_repro.statistics.draws import Draws
 
 PHASES = ("rollout", "forward", "update")  # phases that handle tokens
 SHOWN = 0.05  # seconds; a shorter phase rounds to 0.0
@@ -87,12 +88,12 @@ def _figures(results: PPOResults | DPOFigures) -> dict[str, Any]:
     del counts["tokens"]  # `tokens` also counts the iterations that a fork copied
     figures = counts | asdict(results.figures)
     if isinstance(results, LanguageResults):
-        draws = results.draws
-        figures["draws"] = None
-        if draws.tokens:
-            rarest = min(draws.tail_probabilities)
-            figures["draws"] = {"mean": draws.mean, "error": draws.error, "tail_probability": rarest}
+        figures["draws"] = _draws_figures(results.draws) if results.draws.tokens else None
     return figures
+
+
+def _draws_figures(draws: Draws) -> dict[str, float]:
+    return {"mean": draws.mean, "error": draws.error, "tail_probability": min(draws.tail_probabilities)}
 
 
 def _speeds(seconds_of_phases: Mapping[str, float], tokens: int, unit: str) -> list[str]:

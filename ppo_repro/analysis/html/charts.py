@@ -98,9 +98,8 @@ def legend(names: Sequence[str]) -> str:
     entries = []
     for i, name in enumerate(names):
         path = f'<path class="line stroke{i % COLOURS}" d="M0 4h28"></path>'
-        entries.append(
-            element("li", element("svg", path, viewBox="0 0 28 8", role="img", aria_label="line") + escape(name))
-        )
+        line = element("svg", path, viewBox="0 0 28 8", role="img", aria_label="line")
+        entries.append(element("li", line + escape(name)))
     return element("ul", "".join(entries), class_="swatches")
 
 
@@ -137,13 +136,10 @@ def bar_chart(
         bars = zip(start + 0.4, start + width - 0.4, plot.down(heights), strict=True)
         d = "".join(f"M{a:.1f} {bottom:.1f}V{t:.1f}H{b:.1f}V{bottom:.1f}Z" for a, b, t in bars if t < bottom)
         content.append(f'<path class="bar fill{i % COLOURS}" d="{d}"></path>')
-    labels = [
-        [
-            round(float(at[k] + at[k + 1]) / 2, 1),
-            "\n".join([name, *(_labelled(group, heights[k]) for group, heights in groups.items())]),
-        ]
-        for k, name in enumerate(names or _between(x.label, edges))
-    ]
+    labels = []
+    for k, name in enumerate(names or _between(x.label, edges)):
+        values = [_labelled(group, heights[k]) for group, heights in groups.items()]
+        labels.append([round(float(at[k] + at[k + 1]) / 2, 1), "\n".join([name, *values])])
     return plot.picture(content, (), alt, {"at": labels})
 
 

@@ -22,7 +22,6 @@ from ppo_repro.records.changes import setup_changes, setup_of, value_text
 from ppo_repro.records.diff import RUN, first_difference
 from ppo_repro.records.label import read_label
 from ppo_repro.records.settings import settings_of
-from ppo_repro.runs.results import Change
 from ppo_repro.runs.summary import logprobs_line
 
 
@@ -74,8 +73,7 @@ def _learning(runs: Mapping[str, OneRun]) -> list[Statement]:
     for name, run in runs.items():
         metric = next((metric for metric in run.facts.content.first_chart if metric.key in run.curves), None)
         if metric is not None:
-            values = run.curves[metric.key].value.tolist()
-            sentences.append(Statement("fact", f"{name} {Change(values[0], values[-1])} ({metric.title})."))
+            sentences.append(Statement("fact", f"{name} {run.curves[metric.key].ends} ({metric.title})."))
     alone = "One run each says nothing about the methods: compare seeds by `ppo-repro analyse table`."
     return [*sentences, Statement("fact", alone)]
 

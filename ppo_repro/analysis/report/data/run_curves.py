@@ -17,7 +17,7 @@ from ppo_repro.analysis.significance import one_sample, t_interval
 from ppo_repro.config.files import CONTROL
 from ppo_repro.records import reader
 from ppo_repro.records.manifest import has_responses
-from ppo_repro.runs.results import AgreementCounts, agreement_of, draws_of_records
+from ppo_repro.runs.results import AgreementCounts, Change, draws_of_records, recorded_agreement
 from ppo_repro.statistics import clusters
 from ppo_repro.statistics.clusters import Floats, Ints, Ratio
 from ppo_repro.statistics.draws import Draws
@@ -43,10 +43,10 @@ class Curve:
         return Curve(self.iteration[part], self.value[part], self.low[part], self.high[part])
 
     @property
-    def ends(self) -> tuple[float, float]:
+    def ends(self) -> Change:
         """Return the first and the last value that is a number; NaN if none is."""
         numbers = self.value[~np.isnan(self.value)]
-        return (float(numbers[0]), float(numbers[-1])) if len(numbers) else (math.nan, math.nan)
+        return Change(float(numbers[0]), float(numbers[-1])) if len(numbers) else Change(math.nan, math.nan)
 
     @property
     def table(self) -> pd.DataFrame:
@@ -68,7 +68,7 @@ class OneRun:
     @property
     def agreement(self) -> AgreementCounts:
         """Return the counts of unequal bits of a run of PPO, without copied iterations."""
-        return agreement_of(self.facts.own_iterations)
+        return recorded_agreement(self.facts.own_iterations)
 
 
 def read_run(run_dir: Path) -> OneRun:

@@ -60,10 +60,12 @@ class AxisEffect:
 
 
 class _LabelDifference(NamedTuple):
+    """A label of an axis minus its first label, for each seed."""
+
     axis: str
     first: str
     label: str
-    by_seed: pd.Series  # label minus first
+    by_seed: pd.Series
 
 
 def setting_differences(finals: Sequence[Final], limits: Limits) -> SettingDifferences | None:

@@ -192,6 +192,7 @@ def test_analyses_read_records_only() -> None:
         "ppo_repro.base.lock",
         "ppo_repro.base.program",
         "ppo_repro.config",
+        "ppo_repro.runs.results",
         "ppo_repro.runs.summary",
         "ppo_repro.testing.diagnosis",  # a page names the cause of a mismatch
         "ppo_repro.testing.evidence",

@@ -60,7 +60,7 @@ def _listed(run_dir: Path) -> dict[str, Any]:
     from ppo_repro.records import manifest
     from ppo_repro.records.changes import setup_of
     from ppo_repro.records.label import UNLABELLED, read_label
-    from ppo_repro.runs.summary import score_of
+    from ppo_repro.runs.results import score_of
 
     listed: dict[str, Any] = {"folder": str(run_dir), "kind": "-", "state": "damaged", "iterations": 0, "score": None}
     listed |= {"differs": "", "differs_in": "", "fingerprint": "-", "setup": None, **UNLABELLED.model_dump()}

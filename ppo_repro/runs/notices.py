@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from ppo_repro.base.watcher import Watcher
 from ppo_repro.buffers import Iteration, Rollout
 from ppo_repro.config.run import RunConfig
-from ppo_repro.runs.summary import MANY_CUT, cut_at_the_limit
+from ppo_repro.runs.summary import cut_warning
 from ppo_repro.statistics.draws import NONE, Draws, draws_of
 
 
@@ -32,7 +32,7 @@ def with_notices(
         if not (draws.is_wrong or config.mismatch.trainer.retokenize):
             draws += _draws(item)
         warnings = {
-            "cut": _cut(item.rollout),
+            "cut": cut_warning(item.rollout.finish_reason.count("length") / len(item.rollout.finish_reason)),
             "without text": _without_text(item.rollout, has_text),
             "draws": draws.sentence() if draws.is_wrong else None,
         }
@@ -43,11 +43,6 @@ def with_notices(
         if item.index == 0 and config.functions and (moved := _moved(item)) is not None:
             watcher.note(moved)
         yield item
-
-
-def _cut(rollout: Rollout) -> str | None:
-    cut = rollout.finish_reason.count("length") / len(rollout.finish_reason)
-    return cut_at_the_limit(cut) if cut > MANY_CUT else None
 
 
 def _moved(item: Iteration) -> str | None:

@@ -11,7 +11,7 @@ import pytest
 
 from ppo_repro.analysis import grid_outcomes
 from ppo_repro.analysis.figures import agreement_figure, mismatch_figure, new_axes
-from ppo_repro.analysis.report import build
+from ppo_repro.analysis.report.run_page import run_page
 from ppo_repro.analysis.report.runs_page import runs_page
 from ppo_repro.analysis.report.two_runs_page import two_runs_page
 from ppo_repro.analysis.run_pairs import run_pairs
@@ -51,14 +51,14 @@ def test_the_summary_and_the_page_of_a_fork_count_its_own_iterations(forked: Pat
     assert found.figures["unequal_old_rollout_logprobs"] == found.figures["unequal_first_ratios"] == 0
     assert found.figures["tokens"] == len(reader.read_tokens(forked))
     assert f"0 of {tokens:,} training log-probs differ from the sampler's" in found.sentences
-    page = build.page_of(forked, 0)
-    assert f"Sampler and trainer agree on every bit of {tokens:,} tokens." in page
+    page = run_page(forked, 0)
+    assert f"0 of {tokens:,} training log-probs differ from the sampler&#x27;s." in page
     assert 'unequal old and rollout log-probs, tokens</bdi></td><td class="number">0<' in page
 
 
 def test_the_pages_of_two_runs_and_of_a_folder_count_a_forks_own_iterations(forked: Path) -> None:
     tokens = len(reader.read_tokens(forked, iterations=[1]))
-    assert f"A: sampler and trainer agree on every bit of {tokens:,} tokens." in two_runs_page(forked, forked)
+    assert f"A: 0 of {tokens:,} training log-probs differ from the sampler&#x27;s." in two_runs_page(forked, forked)
     page = runs_page(forked.parent, None)
     assert f"Sampler and trainer agree on every bit in 1 of 2 runs ({tokens:,} tokens)." in page
 

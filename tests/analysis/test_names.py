@@ -7,7 +7,7 @@ import re
 import pytest
 
 from ppo_repro.analysis.grid_outcomes import ACCURACY, MEASURES
-from ppo_repro.analysis.report.data.metrics import CONTENT, DPO_STEPS, Metric
+from ppo_repro.analysis.report.data.metrics import CONTENT, Metric
 from ppo_repro.config.files import CONTROL, DPO, LANGUAGE, Kind
 from ppo_repro.records.schema import CONTROL_TABLES, DPO_TABLES, ITERATIONS, TABLES, Table
 from ppo_repro.statistics.mismatch_metrics import METRICS
@@ -50,5 +50,4 @@ def test_a_metric_of_a_page_has_the_name_of_its_column(kind: Kind, tables: tuple
             return metric.key in by_name["iterations"] | explained("report")
         return metric.key in by_name[metric.source]
 
-    metrics = (*content.metrics, *DPO_STEPS) if kind == DPO else content.metrics
-    assert [metric.key for metric in metrics if not has_name(metric)] == []
+    assert [metric.key for metric in (*content.metrics, *content.by_step) if not has_name(metric)] == []

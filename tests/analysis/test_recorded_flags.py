@@ -10,8 +10,8 @@ import torch
 
 from ppo_repro.analysis.clip_flags import DRAWN, RECORDED_FLAGS, flag_legend, recorded_clipped
 from ppo_repro.analysis.html import page
-from ppo_repro.analysis.report import build
 from ppo_repro.analysis.report.data.token_view import token_view
+from ppo_repro.analysis.report.run_page import run_page
 from ppo_repro.ppo.objectives import ClipFlag, flag_names, removes_gradient
 from ppo_repro.records import reader
 from tests.support.html_page import check, embedded
@@ -54,7 +54,7 @@ def test_the_page_of_a_cispo_run_says_whose_weight_was_bounded(cispo_run: Path) 
     updates = reader.read_updates(cispo_run)
     bounded = updates["clip_flag"].isin(["bound_high", "bound_low"])
     assert bounded.any()
-    made = build.page_of(cispo_run, 4)
+    made = run_page(cispo_run, 4)
     text = " ".join("".join(check(made).itertext()).split())
     assert f"Of {int(updates['clip_flag'].notna().sum()):,} token updates" in text
     assert "had a bounded weight and kept their gradient." in text

@@ -12,7 +12,6 @@ import pytest
 from ppo_repro.analysis.agreement import run_agreement
 from ppo_repro.analysis.clipping import load_iterations
 from ppo_repro.analysis.grid_outcomes import clip_shares_of_cell, mismatch_of_cell
-from ppo_repro.analysis.report.data.run_facts import read_facts
 from ppo_repro.analysis.report.run_page import run_page
 from ppo_repro.analysis.run_pairs import run_pairs
 from ppo_repro.analysis.tokenization.tables import summary_by_iteration
@@ -48,7 +47,7 @@ def test_the_first_new_log_probs_of_a_run(native_run: Path) -> None:
 @pytest.mark.parametrize(
     "read",
     [
-        lambda run: run_page(read_facts(run), 12),
+        lambda run: run_page(run, 12),
         lambda run: list(evidence_of(run)),
         lambda run: list(run_pairs(run, "old_vs_first_new")),
         lambda run: list(load_iterations(run)),

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ppo_repro import open_run
-from ppo_repro.analysis.report.build import page_of
+from ppo_repro.analysis.report.run_page import run_page
 from ppo_repro.analysis.view.index import Index
 from ppo_repro.records import manifest, reader
 from tests.support.cli import Cli, folder_config, sets, write_prompts
@@ -86,7 +86,7 @@ def test_no_accuracy_where_a_function_rewards(kind: str, has_accuracy: bool, cli
     code, out, err = cli("run", TINY, "--out", tmp_path, "--set", f"reward.terms=[{term}]")
     assert code == 0, err
     run_dir = Path("/" + out.split("\nrecords     /")[1].splitlines()[0])
-    page, index, shown = page_of(run_dir, 0), Index([run_dir]), cli("show", run_dir)[1]
+    page, index, shown = run_page(run_dir, 0), Index([run_dir]), cli("show", run_dir)[1]
     index.look()
     said = {
         "run": "held-out accuracy " in out,

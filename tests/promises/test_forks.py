@@ -17,9 +17,9 @@ from ppo_repro.records.diff import first_difference
 from ppo_repro.records.folder import load_recorded_config
 from ppo_repro.runs.fork_plan import plan_fork
 from ppo_repro.runs.language import LanguageKind
+from ppo_repro.runs.results import score_of
 from ppo_repro.runs.resume import Resumed
 from ppo_repro.runs.resume import resume as language_resume
-from ppo_repro.runs.summary import score_of
 from ppo_repro.runs.verify_files import verify_files
 from tests.support.cli import Cli
 from tests.support.disk import recorded

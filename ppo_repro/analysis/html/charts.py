@@ -1,7 +1,7 @@
 """Draw charts as inline SVG: lines with bands, and bars. Colours are classes of style.css.
 
 The charts need no network. They follow light and dark colours and the width of a phone, and show the values under the
-pointer. Matplotlib's SVG has style attributes, which the page's security policy forbids, fixed colours, and no values.
+pointer. Matplotlib's SVG has style attributes, which the page's security policy forbids.
 """
 
 from __future__ import annotations
@@ -9,13 +9,15 @@ from __future__ import annotations
 import json
 import math
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from ppo_repro.analysis.html.axes import Axis, ticks
 from ppo_repro.analysis.html.markup import element, escape, evenly_spread, number
 from ppo_repro.statistics.clusters import Floats
 
@@ -23,44 +25,10 @@ WIDTH, PLOT_HEIGHT = 400.0, 200.0
 LEFT, RIGHT, BOTTOM, TOP = 58.0, 18.0, 46.0, 28.0
 LEGEND_ROW = 19.0
 CHARACTER = 7.9  # an upper bound of the width of a character at the size of the legend
-PLAIN = (1e-2, 1e5)  # magnitudes that ticks show as they are; others are divided by a power of 1000
 COLOURS = 8
 FEW_POINTS = 30  # a line with at most this many points also shows each point
 MAX_X_VALUES = 320  # the plot is about this wide in pixels, so that more values could not be told apart
 DIGITS = 6
-
-
-@dataclass(frozen=True)
-class Axis:
-    """Axis of a chart: label with unit, range in the units of the data, linear or log10.
-
-    `ticks` (value, label) replace the usual ticks. `whole` means that data and ticks are integers, for example
-    iterations.
-    """
-
-    label: str
-    lo: float
-    hi: float
-    log: bool = False
-    ticks: tuple[tuple[float, str], ...] = ()
-    whole: bool = False
-
-    def at(self, values: Floats | float) -> Floats:
-        """Scale values to 0 at `lo` and 1 at `hi`, clipped to [0, 1]; NaN stays NaN."""
-        data, lo, hi = np.asarray(values, dtype=np.float64), self.lo, self.hi
-        if self.log:
-            with np.errstate(divide="ignore", invalid="ignore"):
-                data = np.where(data > 0, np.log10(data), np.where(np.isnan(data), np.nan, -np.inf))
-            lo, hi = math.log10(lo), math.log10(hi)
-        return np.clip((data - lo) / (hi - lo), 0.0, 1.0)
-
-    @property
-    def power(self) -> int:
-        """Return the power of ten, a multiple of 3, that divides the labels of ticks to keep them short."""
-        largest = max(abs(self.lo), abs(self.hi))
-        if self.ticks or self.log or PLAIN[0] <= largest < PLAIN[1]:
-            return 0
-        return 3 * math.floor(math.log10(largest) / 3)
 
 
 @dataclass(frozen=True)
@@ -76,7 +44,7 @@ class Line:
     low: Floats | None = None
     high: Floats | None = None
     colour: int = 0
-    parts: tuple[tuple[Floats, Floats], ...] = ()
+    parts: tuple[Line, ...] = ()
     tooltip: str = ""
 
 
@@ -86,17 +54,25 @@ class Rule:
 
     value: float
     name: str = ""
-    along: str = "y"
+    along: Literal["x", "y"] = "y"
+
+
+class Mark(NamedTuple):
+    """Entry of the legend: `mark` is the class of style.css that draws it."""
+
+    name: str
+    mark: str
+    tooltip: str = ""
 
 
 @dataclass(frozen=True)
 class Plot:
-    """Plot with its axes; `above` is the SVG of the legend, and `top` is the y position of the plot."""
+    """Plot with its axes below a legend; `top` is the y position of the plot, and `legend` is SVG."""
 
     x: Axis
     y: Axis
-    above: str
-    top: float
+    legend: str = ""
+    top: float = TOP
 
     def across(self, values: Floats | float) -> Floats:
         """Return the x positions of values."""
@@ -109,48 +85,10 @@ class Plot:
     def picture(self, content: Sequence[str], rules: Sequence[Rule], alt: str, hover: dict[str, object]) -> str:
         """Return the SVG element of the plot; `alt` is its text alternative, and charts.js shows `hover`."""
         height = self.top + PLOT_HEIGHT + BOTTOM
-        inside = self.above + _frame(self) + "".join(content) + _rules(self, rules)
+        inside = self.legend + _frame(self) + "".join(content) + _rules(self, rules)
         values = json.dumps(hover, ensure_ascii=True, separators=(",", ":"))
         box = f"0 0 {WIDTH:g} {height:g}"
         return element("svg", inside, class_="chart", viewBox=box, role="img", aria_label=alt, data_hover=values)
-
-
-def axis_for(label: str, values: Iterable[object], log: bool = False, include: Sequence[float] = ()) -> Axis:
-    """Return an axis over all finite values, with a margin.
-
-    Args:
-        label: the name of the values, with the unit.
-        log: whether the axis is logarithmic; it then shows positive values only.
-        include: further values that the axis must show.
-    """
-    data = np.concatenate([np.asarray(values_of, dtype=np.float64).ravel() for values_of in (*values, list(include))])
-    usable = data[np.isfinite(data) & ((data > 0) | (not log))]
-    lo, hi = (float(usable.min()), float(usable.max())) if len(usable) else (1.0, 10.0)
-    if log:
-        lo, hi = 10.0 ** math.floor(math.log10(lo)), 10.0 ** math.ceil(math.log10(hi))
-        return Axis(label, lo, hi if hi > lo else lo * 10.0, True)
-    room = (hi - lo) * 0.04 if hi > lo else abs(lo) * 0.1 or 1.0
-    whole = bool(len(usable)) and bool((usable == np.round(usable)).all())
-    # an axis of a quantity that is never negative begins at 0, not below
-    return Axis(label, max(lo - room, 0.0) if lo >= 0 else lo - room, hi + room, whole=whole)
-
-
-def ticks(axis: Axis) -> list[tuple[float, str]]:
-    """Return about five round values within an axis, with their labels, in units of its `power`."""
-    if axis.ticks:
-        return list(axis.ticks)
-    if axis.log:
-        lo, hi = round(math.log10(axis.lo)), round(math.log10(axis.hi))
-        every = max(1, math.ceil((hi - lo) / 6))
-        powers = range(lo, hi + 1, every)
-        return [(10.0**power, f"{10.0**power:g}" if -3 <= power <= 4 else f"1e{power}") for power in powers]
-    raw = (axis.hi - axis.lo) / 5
-    magnitude = 10.0 ** math.floor(math.log10(raw))
-    rounded = (1.0, 2.0, 5.0, 10.0) if axis.whole else (1.0, 2.0, 2.5, 5.0, 10.0)
-    step = next(m * magnitude for m in rounded if m * magnitude >= raw * 0.999)
-    step = max(step, 1.0) if axis.whole else step
-    first, last = math.ceil(axis.lo / step - 1e-9), math.floor(axis.hi / step + 1e-9)
-    return [(k * step, f"{k * step / 10.0**axis.power:.6g}") for k in range(first, last + 1)]
 
 
 def legend(names: Sequence[str]) -> str:
@@ -160,9 +98,8 @@ def legend(names: Sequence[str]) -> str:
     entries = []
     for i, name in enumerate(names):
         path = f'<path class="line stroke{i % COLOURS}" d="M0 4h28"></path>'
-        entries.append(
-            element("li", element("svg", path, viewBox="0 0 28 8", role="img", aria_label="line") + escape(name))
-        )
+        line = element("svg", path, viewBox="0 0 28 8", role="img", aria_label="line")
+        entries.append(element("li", line + escape(name)))
     return element("ul", "".join(entries), class_="swatches")
 
 
@@ -170,50 +107,46 @@ def line_chart(
     lines: Sequence[Line], x: Axis, y: Axis, alt: str, rules: Sequence[Rule] = (), has_legend: bool = True
 ) -> str:
     """Return a chart of lines with their bands, distinguished by colour and dashes."""
-    plot = _plot(x, y, [(line.name, line.colour, line.tooltip) for line in lines if has_legend], rules)
+    marks = [Mark(line.name, f"fill{line.colour % COLOURS}", line.tooltip) for line in lines]
+    named_rules = [Mark(rule.name, "rule") for rule in rules if rule.name]
+    plot = _below_legend(x, y, [*(marks if has_legend and len(marks) > 1 else []), *named_rules])
     content = [_band(plot, line) for line in lines]
-    content += [_stroke("part", line.colour, plot.across(a), plot.down(b)) for line in lines for a, b in line.parts]
+    for line in lines:
+        content += [_stroke("part", line.colour, plot.across(part.x), plot.down(part.y)) for part in line.parts]
     content += [_line(plot, line) for line in lines]
     return plot.picture(content, rules, alt, _values(plot, lines))
 
 
 def bar_chart(
-    edges: Floats, groups: Sequence[tuple[str, Floats]], x: Axis, y: Axis, alt: str, names: Sequence[str] = ()
+    edges: Floats, groups: Mapping[str, Floats], x: Axis, y: Axis, alt: str, names: Sequence[str] = ()
 ) -> str:
     """Return a chart of bars; the bars of several groups stand side by side in each bin.
 
     Args:
         edges: [bins + 1], edges of the bins on the x axis.
-        groups: the name of each group and the heights of its bars, [bins].
+        groups: the heights of the bars of each group, [bins].
         names: the names of the bins; by default their edges.
     """
-    plot = _plot(x, y, [(name, i, "") for i, (name, _) in enumerate(groups)])
+    marks = [Mark(name, f"fill{i % COLOURS}") for i, name in enumerate(groups)]
+    plot = _below_legend(x, y, marks if len(marks) > 1 else [])
     at, bottom = plot.across(edges), plot.top + PLOT_HEIGHT
     width, content = np.diff(at) / len(groups), []
-    for i, (_, heights) in enumerate(groups):
+    for i, heights in enumerate(groups.values()):
         start = at[:-1] + i * width
         bars = zip(start + 0.4, start + width - 0.4, plot.down(heights), strict=True)
         d = "".join(f"M{a:.1f} {bottom:.1f}V{t:.1f}H{b:.1f}V{bottom:.1f}Z" for a, b, t in bars if t < bottom)
         content.append(f'<path class="bar fill{i % COLOURS}" d="{d}"></path>')
-    labels = [
-        [round(float(at[k] + at[k + 1]) / 2, 1), "\n".join([name, *(_labelled(group, v[k]) for group, v in groups)])]
-        for k, name in enumerate(names or _between(x.label, edges))
-    ]
+    labels = []
+    for k, name in enumerate(names or _between(x.label, edges)):
+        values = [_labelled(group, heights[k]) for group, heights in groups.items()]
+        labels.append([round(float(at[k] + at[k + 1]) / 2, 1), "\n".join([name, *values])])
     return plot.picture(content, (), alt, {"at": labels})
 
 
-def _plot(x: Axis, y: Axis, names: Sequence[tuple[str, int, str]], rules: Sequence[Rule] = ()) -> Plot:
-    """Return a plot below a legend of named rules and, if there are several, of `names` (name, colour, explanation)."""
-    marks = [(name, f"fill{i % COLOURS}", tooltip) for name, i, tooltip in names] if len(names) > 1 else []
-    marks += [(rule.name, "rule", "") for rule in rules if rule.name]
-    return Plot(x, y, *(_legend(marks) if marks else ("", TOP)))
-
-
-def _legend(marks: Sequence[tuple[str, str, str]]) -> tuple[str, float]:
-    """Return a legend as SVG, and where the plot below it begins; a mark is name, class and explanation.
-
-    Long names wrap.
-    """
+def _below_legend(x: Axis, y: Axis, marks: Sequence[Mark]) -> Plot:
+    """Return a plot below a legend, in which long names wrap; without marks, a plot without a legend."""
+    if not marks:
+        return Plot(x, y)
     elements, left, top = [], 0.0, TOP + 4.0
     for name, mark, tooltip in marks:
         rows = textwrap.wrap(name, math.floor((WIDTH - 19) / CHARACTER)) or [""]
@@ -227,7 +160,7 @@ def _legend(marks: Sequence[tuple[str, str, str]]) -> tuple[str, float]:
         elements.append(element("g", "".join(entry)))
         top += (len(rows) - 1) * LEGEND_ROW
         left = left + width + 9 if len(rows) == 1 else WIDTH
-    return element("g", "".join(elements), class_="legend"), top + 12.0
+    return Plot(x, y, element("g", "".join(elements), class_="legend"), top + 12.0)
 
 
 def _frame(plot: Plot) -> str:

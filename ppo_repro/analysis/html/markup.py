@@ -31,8 +31,9 @@ def prose(text: str) -> str:
 
 
 def sentence(text: str) -> str:
-    """Return text with a capital first letter and a full stop."""
-    return f"{text[0].upper()}{text[1:]}."
+    """Return text with a capital first letter, except of a field such as `rollout.engine`, and a full stop."""
+    first = text[0] if "." in text.split()[0] else text[0].upper()
+    return f"{first}{text[1:]}{'' if text.endswith('?') else '.'}"
 
 
 def element(tag: str, content: str = "", **attributes: str | float | bool) -> str:

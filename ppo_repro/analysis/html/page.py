@@ -88,11 +88,10 @@ def scrolled(inside: str, class_: str = "") -> str:
     return element("div", inside, class_=f"scroll {class_}".strip(), tabindex="0")
 
 
-def facts_html(facts: Sequence[tuple[str, str]]) -> str:
+def facts_html(facts: Mapping[str, str]) -> str:
     """Return names and values as HTML, with the values as code."""
-    return element(
-        "dl", "".join(element("dt", escape(n)) + element("dd", element("code", escape(v))) for n, v in facts)
-    )
+    rows = (element("dt", escape(name)) + element("dd", element("code", escape(facts[name]))) for name in facts)
+    return element("dl", "".join(rows))
 
 
 def folded_text(title: str, text: str) -> str:

@@ -1,39 +1,53 @@
-"""Make the page of one run of PPO, on language or on a Gymnasium environment."""
+"""Make the page of one run: of PPO, on language or on a Gymnasium environment, or of DPO."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import numpy as np
 import pandas as pd
 
-from ppo_repro.analysis.html.page import Card, Section, facts_html, folded_table, folded_text, page
+from ppo_repro.analysis.html.markup import sentence
+from ppo_repro.analysis.html.page import Card, Section, Statement, facts_html, folded_text, page
 from ppo_repro.analysis.report.data.chosen_responses import choose_responses
-from ppo_repro.analysis.report.data.mismatch_cause import read_mismatch
-from ppo_repro.analysis.report.data.page_numbers import read_page_numbers
-from ppo_repro.analysis.report.data.run_curves import Curves, first_and_last, summary_tables
-from ppo_repro.analysis.report.data.run_facts import Facts, repeating
+from ppo_repro.analysis.report.data.page_numbers import read_mismatch, read_page_numbers
+from ppo_repro.analysis.report.data.run_curves import Curves, run_curves
+from ppo_repro.analysis.report.data.run_facts import Facts, read_facts, repeating
 from ppo_repro.analysis.report.data.token_view import read_token_view
 from ppo_repro.analysis.report.sections import curve_figures, verdicts
 from ppo_repro.analysis.report.sections.curve_figures import PageLine
-from ppo_repro.analysis.report.sections.held_out import samples_section
-from ppo_repro.analysis.report.sections.histograms import change_figures
-from ppo_repro.analysis.report.sections.numbers_and_configuration import numbers_section
+from ppo_repro.analysis.report.sections.histograms import change_figures, distribution_figure
+from ppo_repro.analysis.report.sections.numbers_and_configuration import numbers_section, ppo_numbers_section
 from ppo_repro.analysis.report.sections.ratios_and_clipping import clipping_section
-from ppo_repro.analysis.report.sections.sampler_and_trainer import cause_statement, mismatch_figures, mismatch_section
-from ppo_repro.analysis.report.sections.tokens import token_section
+from ppo_repro.analysis.report.sections.responses import samples_section, token_section
+from ppo_repro.analysis.report.sections.sampler_and_trainer import cause_statement, mismatch_section
+from ppo_repro.config.files import DPO
+from ppo_repro.records import reader
 from ppo_repro.records.manifest import has_responses
-from ppo_repro.records.notes import Accuracy, by_phase, phases_of
-from ppo_repro.records.reader import own_rows
+from ppo_repro.runs.results import ppo_results
+from ppo_repro.runs.summary import on_policy_lines, summarise
+
+RESPONSES = 60
 
 
-def run_page(facts: Facts, responses: int) -> str:
-    """Return the page of one run of PPO, which shows `responses` responses token by token."""
-    iterations, steps = summary_tables(facts)
-    own_iterations, own_steps = (own_rows(rows, facts.manifest) for rows in (iterations, steps))
-    numbers = read_page_numbers(facts, iterations, steps)
-    counts, content = numbers.counts, facts.content
-    is_diagnosed = counts.agreement.unequal_old_rollout_logprobs and has_responses(facts.manifest)
-    mismatch = read_mismatch(facts) if is_diagnosed else None
-    cause = [cause_statement(mismatch)] if is_diagnosed else []
-    by_bucket = [] if mismatch is None else mismatch_figures(mismatch)
+def run_page(run_dir: Path, responses: int = RESPONSES) -> str:
+    """Return the page of one run of any kind; equal records give equal bytes.
+
+    The page of a language run shows up to `responses` responses token by token. Raises UserError if the run has no
+    complete iteration, or if a DPO run is not complete.
+    """
+    facts = read_facts(run_dir)
+    return _dpo_page(facts) if facts.manifest.kind == DPO else _ppo_page(facts, responses)
+
+
+def _ppo_page(facts: Facts, responses: int) -> str:
+    numbers, content = read_page_numbers(facts), facts.content
+    results = ppo_results(facts.run_dir, facts.manifest, facts.iterations, numbers.counts.draws)
+    on_policy = [Statement(line.kind, sentence(line.text)) for line in on_policy_lines(results)]
+    mismatch = None
+    if results.agreement.unequal_old_rollout_logprobs and has_responses(facts.manifest):
+        mismatch = read_mismatch(facts)
+        on_policy.append(cause_statement(mismatch))
     learning, optimisation, beside_mismatch = (
         curve_figures.metric_figures(wanted, [PageLine("this run", numbers.curves)], forked_at=facts.forked_at)
         for wanted in (content.learning, content.optimisation, content.beside_mismatch)
@@ -45,69 +59,67 @@ def run_page(facts: Facts, responses: int) -> str:
     cards = [
         Card(
             "Did it learn?",
-            [*verdicts.origin(facts), *verdicts.learning(facts, iterations)],
+            [*verdicts.origin(facts), *verdicts.learning(facts, results)],
             chart=curve_figures.run_chart(facts, numbers.curves),
         ),
-        Card("Is it on-policy?", [*verdicts.on_policy(facts, counts.agreement, counts.draws), *cause]),
-        Card(
-            "What went wrong?",
-            verdicts.troubles(facts, own_iterations, counts.nonfinite_ratios, counts.nonfinite_deltas),
-        ),
-        Card("How to repeat it", blocks=[facts_html(repeating(facts))]),
+        Card("Is it on-policy?", on_policy),
+        Card("What went wrong?", verdicts.troubles(facts, results, numbers.counts)),
+        _repeat_card(facts),
     ]
     sections = [
         Section("learning", "Learning", figures=[*learning, *distributions]),
         Section("optimisation", "Optimisation", figures=optimisation),
-        mismatch_section(counts, by_bucket, beside_mismatch),
-        clipping_section(facts, own_iterations, own_steps, numbers),
+        mismatch_section(numbers.counts, mismatch, beside_mismatch),
+        clipping_section(facts, numbers),
         *samples_section(facts),
-        numbers_section(_tables(facts, iterations, steps, numbers.curves), _folded(facts, iterations)),
+        ppo_numbers_section(facts, results, numbers.curves),
         *([] if tokens is None else [token_section(tokens, len(numbers.responses))]),
     ]
     return page(facts.name, cards, sections, tokens)
 
 
-def _tables(facts: Facts, iterations: pd.DataFrame, steps: pd.DataFrame, curves: Curves) -> dict[str, pd.DataFrame]:
-    """Return the tables of key numbers by title."""
-    metrics = curve_figures.informative(facts.content.metrics, [PageLine("this run", curves)])
-    tables = {
-        "Whole run": _whole_run(facts, iterations, steps),
-        "First and last value": first_and_last(metrics, curves),
-    }
-    measured = facts.accuracy
-    if measured is not None:
-        title = f"Log-probs of {measured.tokens:,} tokens at the start, distance from float64"
-        tables[title] = _distances(measured)
-    return tables
+def _repeat_card(facts: Facts) -> Card:
+    command = f"ppo-repro rerun RUN, where RUN is the folder {facts.run_dir.resolve().name}"
+    return Card("How to repeat it", blocks=[facts_html({"run again": command} | repeating(facts))])
 
 
-def _whole_run(facts: Facts, iterations: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
-    own = own_rows(iterations, facts.manifest)
-    unequal = f"unequal old and rollout log-probs, {facts.content.token_unit}"
+def _dpo_page(facts: Facts) -> str:
+    curves, last = run_curves(facts), facts.manifest.num_iterations - 1
+    rows = reader.read_table("margins", facts.run_dir, iterations=[last], columns=["held_out", "margins"])
+    pairs = {"training pairs": rows[~rows["held_out"]], "held-out pairs": rows[rows["held_out"]]}
+    cards = [
+        Card(
+            "Did it learn?",
+            [Statement("fact", sentence(line)) for line in summarise(facts.run_dir).sentences],
+            chart=curve_figures.run_chart(facts, curves),
+        ),
+        _repeat_card(facts),
+    ]
+    by_step = [curve_figures.metric_by_step(metric, facts.steps) for metric in facts.content.by_step]
+    sections = [
+        _dpo_learning(facts, curves, pairs),
+        Section("steps", "Steps", figures=by_step),
+        numbers_section({"Whole run": _whole_dpo_run(facts, pairs)}, [folded_text("Configuration", facts.config_text)]),
+    ]
+    return page(facts.name, cards, sections)
+
+
+def _dpo_learning(facts: Facts, curves: Curves, pairs: dict[str, pd.DataFrame]) -> Section:
+    """Return the section Learning; if no margin is finite, a sentence replaces the figure of margins after training."""
+    figures = curve_figures.metric_figures(facts.content.learning, [PageLine("this run", curves)])
+    margins = {group: rows["margins"].to_numpy(np.float64) for group, rows in pairs.items() if len(rows)}
+    if not any(np.isfinite(values).any() for values in margins.values()):
+        note = "No margin after training is finite, so there is no figure of them."
+        return Section("learning", "Learning", (note,), figures)
+    caption = "Difference of the implicit rewards after training; above 0 the preferred response is the likelier one."
+    after = distribution_figure("Margins after training", margins, "margin", facts.content.samples, caption)
+    return Section("learning", "Learning", figures=[*figures, after])
+
+
+def _whole_dpo_run(facts: Facts, pairs: dict[str, pd.DataFrame]) -> pd.DataFrame:
     rows = [
-        ("iterations", f"{len(iterations):,} of {facts.config.iterations:,}"),
-        *((total.title, int(iterations[total.key].sum())) for total in facts.content.totals),
-        ("optimizer steps", len(steps)),
-        (unequal, int(own["unequal_old_rollout_logprobs"].sum())),
-        ("largest |old - rollout|, nats", float(own["max_abs_old_rollout"].max(skipna=False))),
+        *((group, len(rows)) for group, rows in pairs.items()),
+        ("optimizer steps", len(facts.steps)),
+        *((key, value) for key, value in facts.manifest.final.items() if not isinstance(value, str)),
     ]
     return pd.DataFrame(rows, columns=["quantity", "value"])
-
-
-def _distances(measured: Accuracy) -> pd.DataFrame:
-    rows = [
-        ("deterministic", measured.deterministic_rms, measured.deterministic_max),
-        (f"stock {measured.stock}", measured.stock_rms, measured.stock_max),
-    ]
-    return pd.DataFrame(rows, columns=["numerics", "rms, nats", "largest, nats"])
-
-
-def _folded(facts: Facts, iterations: pd.DataFrame) -> list[str]:
-    """Return times, configuration and the user's code as folded HTML."""
-    spent = by_phase(facts.run_dir, facts.manifest, phases_of(iterations))
-    seconds = pd.DataFrame([(phase, round(value, 1)) for phase, value in spent.items()], columns=["phase", "seconds"])
-    return [
-        folded_table("Where the time went", seconds),
-        folded_text("Configuration", facts.config_text),
-        *(folded_text(f"Code: {name}", text) for name, text in facts.code.items()),
-    ]

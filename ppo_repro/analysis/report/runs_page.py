@@ -16,7 +16,7 @@ from ppo_repro.analysis.mean_text import HALF_WIDTH
 from ppo_repro.analysis.report.data import grid_differences
 from ppo_repro.analysis.report.data.folder_runs import FolderRuns, read_folder
 from ppo_repro.analysis.report.data.metrics import ANY
-from ppo_repro.analysis.report.data.run_curves import Curves, OneRun
+from ppo_repro.analysis.report.data.run_curves import MANY_SEEDS, Curves, OneRun, over_seeds
 from ppo_repro.analysis.report.sections import curve_figures, grid_answer
 from ppo_repro.analysis.report.sections.curve_figures import PageLine, curve_sections, main_chart
 from ppo_repro.analysis.report.sections.numbers_and_configuration import folded_terms
@@ -65,14 +65,14 @@ def _result_cards(runs: FolderRuns, lines: Sequence[PageLine], forks: Sequence[s
     if not runs.is_grid:
         return [Card(f"{title} of each setting", about_chart, [results], chart)]
     finals = runs.finals(result)
-    found = grid_differences.setting_differences(finals, grid_differences.limits_of(runs, result))
-    effects = grid_differences.axis_effects(runs.folder, finals) if found else []
-    answer = grid_answer.answer_statements(finals, found, result.title)
+    differences = grid_differences.setting_differences(finals, grid_differences.limits_of(runs, result))
+    effects = grid_differences.axis_effects(runs.folder, finals) if differences else []
+    answer = grid_answer.answer_statements(finals, differences, result.title)
     return [
         grid_answer.question_card(runs.folder),
         Card("What is the answer?", [*answer, *about_chart], chart=chart),
         Card(f"{title} of each setting", blocks=[results]),
-        *([grid_answer.differences_card(found)] if found else []),
+        *([grid_answer.differences_card(differences)] if differences else []),
         *([grid_answer.effects_card(effects, result.title)] if effects else []),
     ]
 
@@ -98,11 +98,11 @@ def _list_of_runs(runs: FolderRuns, linked_from: Path | None) -> Section:
 def _left_out(runs: FolderRuns) -> list[Card]:
     """Return a card about the runs that are not in the page; [] if all runs are."""
     folder = runs.folder
-    missing = [f"{run.relative_to(folder)} ({state})" for run, state in runs.states.items() if state != "complete"]
+    missing = [f"{run.relative_to(folder)} ({state})" for run, state in runs.incomplete.items()]
     if (folder / CELLS).exists() and "state" in (cells := read_grid_table(folder / CELLS)):
         missing += incomplete_cells(cells[cells["run_dir"] == ""])  # a run that failed at its start has no folder
     verdicts = [Statement("differs", f"Not complete and not in this page: {', '.join(missing)}.")] if missing else []
-    for copy, unique in runs.copies:
+    for copy, unique in runs.copies.items():
         text = f"{copy.relative_to(folder)} has the fingerprint of {unique.relative_to(folder)}: they count as one run."
         verdicts.append(Statement("fact", text))
     return [Card("Which runs are left out?", verdicts)] if verdicts else []
@@ -128,8 +128,8 @@ def _line(setting: Setting, group: Sequence[OneRun]) -> PageLine:
     config, content = group[0].facts.config, group[0].facts.content
     score = config.reward.score_range if isinstance(config, RunConfig) else ANY
     runs = tuple(_curves_after_fork(run) for run in group)
-    seeds = runs if 1 < len(runs) < curve_figures.MANY_SEEDS else ()
-    return PageLine(setting.short, curve_figures.over_seeds(runs, content.metrics, score), seeds, setting.whole)
+    seeds = runs if 1 < len(runs) < MANY_SEEDS else ()
+    return PageLine(setting.short, over_seeds(runs, content.metrics, score), seeds, setting.whole)
 
 
 def _curves_after_fork(run: OneRun) -> Curves:
@@ -142,8 +142,8 @@ def _band(seeds: Sequence[int]) -> str:
     """Say what lines and bands of the charts are, from the number of seeds of each setting."""
     if max(seeds) == 1:
         return ONE_RUN_EACH
-    thin = ["thin lines: each seed"] if min(seeds) < curve_figures.MANY_SEEDS else []
-    band = ["band: 95 % Student interval"] if max(seeds) >= curve_figures.MANY_SEEDS else []
+    thin = ["thin lines: each seed"] if min(seeds) < MANY_SEEDS else []
+    band = ["band: 95 % Student interval"] if max(seeds) >= MANY_SEEDS else []
     return f"mean over the seeds of a setting; {', '.join([*thin, *band])}"
 
 
@@ -151,7 +151,7 @@ def _spread_in_words(seeds: Sequence[int]) -> str:
     """Say what stands beside the means of `_means`, from the number of seeds of each setting."""
     if max(seeds) == 1:
         return ONE_RUN_EACH
-    return HALF_WIDTH if min(seeds) >= curve_figures.MANY_SEEDS else "mean (smallest to largest seed)"
+    return HALF_WIDTH if min(seeds) >= MANY_SEEDS else "mean (smallest to largest seed)"
 
 
 def _means(runs: FolderRuns) -> pd.DataFrame:
@@ -179,15 +179,17 @@ def _link(run_dir: Path, folder: Path, linked_from: Path | None) -> Html:
 def _verdicts(runs: Sequence[OneRun]) -> list[Statement]:
     if runs[0].facts.manifest.kind == DPO:
         return [Statement("fact", "DPO trains on pairs that are given; nothing is sampled.")]
-    equal = [run for run in runs if not run.unequal]
+    agreements = [run.agreement for run in runs]
+    equal = [counts.tokens for counts in agreements if not counts.unequal_old_rollout_logprobs]
+    different = [counts for counts in agreements if counts.unequal_old_rollout_logprobs]
     verdicts = []
     if equal:
-        tokens = sum(run.tokens for run in equal)
-        text = f"Sampler and trainer agree on every bit in {len(equal)} of {len(runs)} runs ({tokens:,} tokens)."
+        text = f"Sampler and trainer agree on every bit in {len(equal)} of {len(runs)} runs ({sum(equal):,} tokens)."
         verdicts.append(Statement("holds", text))
-    if len(equal) < len(runs):
-        unequal, tokens = (sum(n) for n in zip(*((r.unequal, r.tokens) for r in runs if r.unequal), strict=True))
-        where = f"in the other {len(runs) - len(equal)}" if equal else f"in all {len(runs)} runs"
+    if different:
+        unequal = sum(counts.unequal_old_rollout_logprobs for counts in different)
+        tokens = sum(counts.tokens for counts in different)
+        where = f"in the other {len(different)}" if equal else f"in all {len(runs)} runs"
         text = f"{share(unequal, tokens)} of log-probs differ {where} ({unequal:,} of {tokens:,} tokens)."
         verdicts.append(Statement("differs", text))
     return verdicts

@@ -7,31 +7,36 @@ from pathlib import Path
 
 import pandas as pd
 
-from ppo_repro.analysis.html.markup import share, table
+from ppo_repro.analysis.html.markup import table
 from ppo_repro.analysis.html.page import Card, Statement, folded_text, page, scrolled
 from ppo_repro.analysis.report.data.run_curves import OneRun, first_and_last, read_run
-from ppo_repro.analysis.report.data.run_facts import RUN_AGAIN, repeating
+from ppo_repro.analysis.report.data.run_facts import repeating
 from ppo_repro.analysis.report.sections import verdicts
 from ppo_repro.analysis.report.sections.curve_figures import PageLine, curve_sections, informative, main_chart
-from ppo_repro.analysis.report.sections.held_out import last_responses_section
 from ppo_repro.analysis.report.sections.numbers_and_configuration import numbers_section
+from ppo_repro.analysis.report.sections.responses import last_responses_section
 from ppo_repro.base.errors import UserError
+from ppo_repro.config.files import DPO
+from ppo_repro.records import manifest
 from ppo_repro.records.changes import setup_changes, setup_of, value_text
 from ppo_repro.records.diff import RUN, first_difference
 from ppo_repro.records.label import read_label
 from ppo_repro.records.settings import settings_of
-from ppo_repro.runs.summary import change
+from ppo_repro.runs.summary import logprobs_line
 
 
 def two_runs_page(a: Path, b: Path) -> str:
     """Return the page of two runs of one kind; equal records give equal bytes.
 
-    Raises UserError if the kinds differ.
+    Raises UserError if the kinds differ, or for a DPO run.
     """
-    runs = {"A": read_run(a), "B": read_run(b)}
-    kind_a, kind_b = (run.facts.manifest.kind for run in runs.values())
+    kind_a, kind_b = (manifest.load_head(run_dir).kind for run_dir in (a, b))
+    for run_dir, kind in ((a, kind_a), (b, kind_b)):
+        if kind == DPO:
+            raise UserError(f"{run_dir}: is a DPO run; a page about two runs compares language or control runs")
     if kind_a != kind_b:
         raise UserError(f"{a} is a {kind_a} run, {b} a {kind_b} run; put runs of one kind side by side")
+    runs = {"A": read_run(a), "B": read_run(b)}
     facts = {name: run.facts for name, run in runs.items()}
     lines = _lines(runs)
     cards = [
@@ -46,7 +51,7 @@ def two_runs_page(a: Path, b: Path) -> str:
         *last_responses_section(facts),
         numbers_section(
             {"Last complete iteration": _last_values(runs, lines)},
-            [folded_text(f"Configuration of {name}", one.config_text) for name, one in facts.items()],
+            [folded_text(f"Configuration of {name}", run.config_text) for name, run in facts.items()],
         ),
     ]
     return page(f"A: {facts['A'].name}, B: {facts['B'].name}", cards, sections)
@@ -66,11 +71,9 @@ def _learning(runs: Mapping[str, OneRun]) -> list[Statement]:
     """Return a sentence about the first and last score or return of each run, and a warning about its weight."""
     sentences = []
     for name, run in runs.items():
-        for metric in run.facts.content.first_chart:
-            if metric.key in run.curves:
-                values = run.curves[metric.key].value.tolist()
-                sentences.append(Statement("fact", f"{name} {change(values[0], values[-1])} ({metric.title})."))
-                break
+        metric = next((metric for metric in run.facts.content.first_chart if metric.key in run.curves), None)
+        if metric is not None:
+            sentences.append(Statement("fact", f"{name} {run.curves[metric.key].ends} ({metric.title})."))
     alone = "One run each says nothing about the methods: compare seeds by `ppo-repro analyse table`."
     return [*sentences, Statement("fact", alone)]
 
@@ -94,19 +97,14 @@ def _first_difference(a: OneRun, b: OneRun) -> Statement:
 
 
 def _agreement(name: str, run: OneRun) -> list[Statement]:
-    sentences = [Statement(v.kind, v.text.replace("The run", name)) for v in verdicts.state(run.facts)]
-    if run.unequal:
-        text = f"{name}: {share(run.unequal, run.tokens)} of log-probs differ between sampler and trainer."
-        return [*sentences, Statement("differs", text)]
-    text = f"{name}: sampler and trainer agree on every bit of {run.tokens:,} {run.facts.content.token_unit}."
-    return [*sentences, Statement("holds", text)]
+    differ = logprobs_line(run.agreement)
+    return [*verdicts.state(run.facts, name), Statement(differ.kind, f"{name}: {differ.text}.")]
 
 
 def _about(runs: Mapping[str, OneRun]) -> pd.DataFrame:
     """Return the columns fact, A, B; a fact of one run alone, such as the origin of a fork, is blank in the other."""
-    a, b = (dict(repeating(run.facts)) for run in runs.values())
-    names = [name for name in a | b if name != RUN_AGAIN]  # its command is for one run
-    rows = [(name, a.get(name, ""), "the same" if a.get(name) == b.get(name) else b.get(name, "")) for name in names]
+    a, b = (repeating(run.facts) for run in runs.values())
+    rows = [(name, a.get(name, ""), "the same" if a.get(name) == b.get(name) else b.get(name, "")) for name in a | b]
     return pd.DataFrame(rows, columns=["fact", "A", "B"])
 
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from ppo_repro.analysis.report import build
+from ppo_repro.analysis.report.build import write_report
+from ppo_repro.analysis.report.run_page import RESPONSES, run_page
 from tests.analysis.report.hostile_run import make_hostile_run
 from tests.support.browser import find, look, opened, press
 from tests.support.control import run as control_run
@@ -31,13 +32,13 @@ def pages(deterministic_run: Path, native_run: Path, tmp_path_factory: pytest.Te
     }
     found = {name: folder / f"{name}.html" for name in runs}
     for name, run in runs.items():
-        found[name].write_text(build.page_of(run, 200 if name == "hostile" else build.RESPONSES))
+        found[name].write_text(run_page(run, 200 if name == "hostile" else RESPONSES))
     cut = folder / "cut" / deterministic_run.name
     shutil.copytree(deterministic_run, cut)
     cut_back(cut, 2, "interrupted")
     control = control_run(small_control("ppo.iterations=2"), folder / "control")[0]
     others = {"grid": [folder / "grid"], "cut": [cut], "control": [control], "pair": [deterministic_run, native_run]}
-    more = {name: build.write_report(runs, folder / f"{name}.html")[0] for name, runs in others.items()}
+    more = {name: write_report(runs, folder / f"{name}.html")[0] for name, runs in others.items()}
     return {**found, **more}
 
 

@@ -13,20 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ppo_repro.analysis.html.charts import (
-    CHARACTER,
-    LEFT,
-    PLOT_HEIGHT,
-    RIGHT,
-    TOP,
-    WIDTH,
-    Axis,
-    Line,
-    axis_for,
-    bar_chart,
-    line_chart,
-    ticks,
-)
+from ppo_repro.analysis.html.axes import Axis, Tick, axis_for, ticks
+from ppo_repro.analysis.html.charts import CHARACTER, LEFT, PLOT_HEIGHT, RIGHT, TOP, WIDTH, Line, bar_chart, line_chart
 from ppo_repro.analysis.html.markup import element, escape, share
 from ppo_repro.analysis.html.page import csv_link
 
@@ -127,8 +115,8 @@ def test_a_saved_table_has_every_bit_of_the_numbers(rows: list[tuple[int, float,
 
 
 def test_labels_below_the_plot_never_overlap_and_every_value_keeps_its_line() -> None:
-    marks = tuple((k + 0.5, f"-0.{k}23") for k in range(12))
-    svg = bar_chart(np.arange(13.0), [("a", np.ones(12))], Axis("score", 0.0, 12.0, ticks=marks), Axis("%", 0, 1), "")
+    marks = tuple(Tick(k + 0.5, f"-0.{k}23") for k in range(12))
+    svg = bar_chart(np.arange(13.0), {"a": np.ones(12)}, Axis("score", 0.0, 12.0, ticks=marks), Axis("%", 0, 1), "")
     labels = [n for n in parsed(svg).iter("text") if (n.text or "").startswith("-0.")]
     ends = [(float(n.get("x", "")), len(n.text or "") * CHARACTER / 2) for n in labels if n.get("class") == "middle"]
     assert 4 <= len(ends) < 12

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,10 +14,10 @@ import pytest
 from ppo_repro.analysis.clip_flags import DRAWN
 from ppo_repro.analysis.html import charts
 from ppo_repro.analysis.html.page import Figure, figure_html
-from ppo_repro.analysis.report.data import metrics
 from ppo_repro.analysis.report.data.chosen_responses import choose_responses
+from ppo_repro.analysis.report.data.metrics import CONTENT
 from ppo_repro.analysis.report.data.page_numbers import delta_counts, ratio_quantiles, read_page_numbers
-from ppo_repro.analysis.report.data.run_curves import Curve, curves_of, summary_tables
+from ppo_repro.analysis.report.data.run_curves import Curve, curves_of, over_seeds
 from ppo_repro.analysis.report.data.run_facts import read_facts
 from ppo_repro.analysis.report.data.token_view import read_token_view
 from ppo_repro.analysis.report.sections import curve_figures
@@ -52,7 +53,7 @@ def curve(values: list[float]) -> Curve:
 def test_intervals_over_seeds_by_hand() -> None:
     def mean(values: list[float], score: tuple[float, float]) -> list[float]:
         seeds = [{"score_mean": curve([value])} for value in values]
-        return curve_figures.over_seeds(seeds, metrics.LEARNING, score)["score_mean"].table.iloc[0].tolist()
+        return over_seeds(seeds, CONTENT["language"].learning, score)["score_mean"].table.iloc[0].tolist()
 
     few = mean([1.0, 3.0, math.nan], (0.0, 9.0))
     assert few == [0, 2.0, 1.0, 3.0, 2], "below five seeds the smallest and the largest"
@@ -71,7 +72,7 @@ def test_a_setting_has_one_colour_on_every_panel_also_where_another_has_no_curve
         curve_figures.PageLine("first", {"score_mean": both["score_mean"]}),
         curve_figures.PageLine("second", both, (both, both)),
     ]
-    wanted = [metric for metric in metrics.LEARNING if metric.key in ("score_mean", "entropy")]
+    wanted = [metric for metric in CONTENT["language"].learning if metric.key in ("score_mean", "entropy")]
     score, entropy = (figure.chart for figure in curve_figures.metric_figures(wanted, drawn))
     assert 'class="line stroke0"' in score
     assert 'class="line stroke1"' in score
@@ -89,7 +90,7 @@ def test_a_setting_has_one_colour_on_every_panel_also_where_another_has_no_curve
 def test_lines_that_hide_each_other_are_named_below_their_chart() -> None:
     values = {"a": [0.5, 0.6], "b": [0.5, 0.7], "c": [0.5, 0.6]}
     drawn = [curve_figures.PageLine(name, {"score_mean": curve(of)}) for name, of in values.items()]
-    wanted = [metric for metric in metrics.LEARNING if metric.key == "score_mean"]
+    wanted = [metric for metric in CONTENT["language"].learning if metric.key == "score_mean"]
     (figure,) = curve_figures.metric_figures(wanted, drawn)
     assert figure.caption.endswith("the same line: `a` and `c`.")
     (figure,) = curve_figures.metric_figures(wanted, drawn[:2])
@@ -102,12 +103,13 @@ def test_lines_that_hide_each_other_are_named_below_their_chart() -> None:
 )
 def test_a_coefficient_has_a_figure_if_it_changes_over_a_run(deterministic_run: Path, column: str, title: str) -> None:
     facts = read_facts(deterministic_run)
-    iterations, steps = summary_tables(facts)
 
     def has_figure(*runs: list[float]) -> bool:
-        tables = [iterations.assign(**{column: values}) for values in runs]
-        lines = [curve_figures.PageLine("", curves_of(facts, {}, t, steps)) for t in tables]
-        return title in {figure.title for figure in curve_figures.metric_figures(metrics.OPTIMISATION, lines)}
+        tables = [facts.iterations.assign(**{column: values}) for values in runs]
+        lines = [curve_figures.PageLine("", curves_of(replace(facts, iterations=table), {})) for table in tables]
+        return title in {
+            figure.title for figure in curve_figures.metric_figures(CONTENT["language"].optimisation, lines)
+        }
 
     assert has_figure([0.2, 0.2, 0.4])
     assert has_figure([0.2, 0.2, 0.2], [0.2, 0.2, 0.4])
@@ -116,13 +118,12 @@ def test_a_coefficient_has_a_figure_if_it_changes_over_a_run(deterministic_run: 
 
 def test_a_scan_agrees_with_what_training_recorded(deterministic_run: Path) -> None:
     facts = read_facts(deterministic_run)
-    iterations, steps = summary_tables(facts)
-    scan = read_page_numbers(facts, iterations, steps)
+    iterations, steps, scan = facts.iterations, facts.steps, read_page_numbers(facts)
     held_out = scan.curves["eval_accuracy"]
     measured = iterations[iterations["eval_accuracy"].notna()]
     assert held_out.iteration.tolist() == [*measured["iteration"], len(iterations)]
     assert held_out.value.tolist() == [*measured["eval_accuracy"], float(facts.manifest.final["eval_accuracy"])]
-    recorded = [metric.key for metric in metrics.LEARNING if metric.source == "samples"]
+    recorded = [metric.key for metric in CONTENT["language"].learning if metric.source == "samples"]
     assert recorded
     for column in recorded:
         # training adds up exactly, pandas in some order: float64 rounding of a few hundred terms
@@ -139,7 +140,7 @@ def test_a_scan_agrees_with_what_training_recorded(deterministic_run: Path) -> N
 
 def test_the_token_view_has_what_the_records_have(native_run: Path) -> None:
     facts = read_facts(native_run)
-    chosen = choose_responses(read_page_numbers(facts, *summary_tables(facts)).responses, 12)
+    chosen = choose_responses(read_page_numbers(facts).responses, 12)
     data = read_token_view(native_run, facts.manifest, chosen)
     assert len(data["responses"]) == 12
     keys = [column["key"] for column in data["columns"]]

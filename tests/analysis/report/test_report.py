@@ -22,21 +22,21 @@ from ppo_repro.analysis.html.page import Card, page
 from ppo_repro.analysis.report import build
 from ppo_repro.analysis.report.data.folder_runs import Final
 from ppo_repro.analysis.report.data.grid_differences import Limits, axis_effects, setting_differences
-from ppo_repro.analysis.report.data.mismatch_cause import read_mismatch
-from ppo_repro.analysis.report.data.page_numbers import read_page_numbers
-from ppo_repro.analysis.report.data.run_curves import summary_tables
+from ppo_repro.analysis.report.data.page_numbers import read_mismatch, read_page_numbers
 from ppo_repro.analysis.report.data.run_facts import Facts, read_facts
+from ppo_repro.analysis.report.run_page import run_page
 from ppo_repro.analysis.report.sections.grid_answer import answer_statements, differences_card, effects_card
-from ppo_repro.analysis.report.sections.held_out import samples_section
-from ppo_repro.analysis.report.sections.verdicts import learning, on_policy, troubles
+from ppo_repro.analysis.report.sections.responses import samples_section
+from ppo_repro.analysis.report.sections.verdicts import learning, troubles
 from ppo_repro.analysis.report.two_runs_page import two_runs_page
 from ppo_repro.base.errors import UserError
 from ppo_repro.config.files import load_config
-from ppo_repro.config.run import RunConfig
 from ppo_repro.records import reader
 from ppo_repro.records.label import Label, write_label
 from ppo_repro.records.notes import read_accuracy
-from ppo_repro.runs.summary import change, summarise
+from ppo_repro.runs.results import Change, LanguageResults, ppo_results
+from ppo_repro.runs.summary import summarise
+from ppo_repro.statistics.draws import NONE
 from tests.analysis.report.hostile_run import make_hostile_run, pieces_of
 from tests.support.cli import Cli
 from tests.support.control import run as record_control
@@ -57,7 +57,14 @@ def hostile_run(native_run: Path, tmp_path_factory: pytest.TempPathFactory) -> P
 @cache
 def seen(run_dir: Path) -> str:
     """The page of a run that no test changes, with a few responses."""
-    return build.page_of(run_dir, 20)
+    return run_page(run_dir, 20)
+
+
+def results_of(run_dir: Path) -> LanguageResults:
+    """The results of a language run, without its draws."""
+    results = ppo_results(run_dir, reader.open_manifest(run_dir), reader.read_iterations(run_dir), NONE)
+    assert isinstance(results, LanguageResults)
+    return results
 
 
 @cache
@@ -86,25 +93,24 @@ def test_the_first_screen_answers_four_questions(deterministic_run: Path, native
     assert [n.text for n in check(exact).iter("h2")][:4] == questions
     said, control = text_of(exact), text_of(native)
     tokens = int(reader.read_iterations(deterministic_run)["tokens"].sum())
-    assert f"Sampler and trainer agree on every bit of {tokens:,} tokens." in said
-    assert "differ between" not in said
-    assert "Every ratio of the first minibatches is exactly 1" in said
+    first = int(reader.read_iterations(deterministic_run)["first_minibatch_tokens"].sum())
+    assert f"✓holds: 0 of {tokens:,} training log-probs differ from the sampler's." in said
+    assert f"✓holds: {first:,} of {first:,} first-minibatch ratios (anchor rollout) are exactly 1." in said
     assert "Nothing: the run is complete" in said
     rows = reader.read_iterations(native_run)
     unequal, total = int(rows["unequal_old_rollout_logprobs"].sum()), int(rows["tokens"].sum())
-    assert f"({unequal:,} of {total:,} tokens" in control
-    assert "Sampler and trainer agree" not in control
+    assert f"≠differs: {unequal:,} of {total:,} training log-probs differ from the sampler's." in control
     recorded = reader.open_manifest(deterministic_run)
     measured = read_accuracy(deterministic_run, recorded)
     assert measured is not None
-    assert f"({measured.tokens:,} tokens, rms)" in said
+    assert f"Log-probs of {measured.tokens:,} tokens are {measured.deterministic_rms:.2g} nats (rms) from" in said
     assert "stock float32" in said
     assert "model in float64" not in control, "native numerics measure nothing"
     assert recorded.fingerprint in said
     assert f"ppo-repro rerun RUN, where RUN is the folder {deterministic_run.name}" in said
     run = Path(shutil.copytree(deterministic_run, tmp_path / deterministic_run.name))
     cut_back(run, 2, "interrupted")
-    cut = build.page_of(run, 5)
+    cut = run_page(run, 5)
     assert "The run was interrupted after 2 of 3 iterations" in text_of(cut)
     assert "Nothing:" not in text_of(cut)
     assert "after the last update" in said
@@ -112,24 +118,14 @@ def test_the_first_screen_answers_four_questions(deterministic_run: Path, native
     assert {r["iteration"] for r in embedded(cut)["responses"]} <= {0, 1}
 
 
-def test_a_page_compares_accuracy_with_the_peer_of_the_precision(deterministic_run: Path) -> None:
-    facts = read_facts(deterministic_run)
-    assert facts.accuracy is not None
-    scan = read_page_numbers(facts, *summary_tables(facts))
-    for stock in ("float32", "bfloat16"):
-        beside = replace(facts, accuracy=replace(facts.accuracy, stock=stock))
-        said = on_policy(beside, scan.counts.agreement, scan.counts.draws)[-1].text
-        assert f"from the model in float64 as stock {stock}'s (" in said
-
-
 def test_a_page_says_how_many_prompts_were_held_out_and_how_many_responses_were_cut(deterministic_run: Path) -> None:
-    facts = read_facts(deterministic_run)
-    assert isinstance(facts.config, RunConfig)
-    rows = reader.read_iterations(deterministic_run)
-    (said, *_) = learning(facts, rows)
-    assert said.text.endswith(f"(greedy, {facts.config.task.num_eval_prompts} prompts).")
+    facts, results = read_facts(deterministic_run), results_of(deterministic_run)
+    counts = read_page_numbers(facts).counts
+    (said, *_) = learning(facts, results)
+    assert said.text.endswith(f"(greedy, {results.config.task.num_eval_prompts} prompts).")
     for cut, begins in ((0.75, "75% of the responses were cut at rollout.max_response_tokens"), (0.5, "Nothing: ")):
-        (verdict,) = troubles(facts, rows.assign(truncated_fraction=cut), 0, 0)
+        many = replace(results, figures=replace(results.figures, cut_fraction=cut))
+        (verdict,) = troubles(facts, many, counts)
         assert verdict.text.startswith(begins)
 
 
@@ -145,7 +141,7 @@ def test_the_numbers_repeat_no_score_as_accuracy_and_no_setting_that_never_chang
 def test_the_same_run_gives_the_same_bytes_wherever_it_lies(native_run: Path, tmp_path: Path) -> None:
     moved = Path(shutil.copytree(native_run, tmp_path / native_run.name))
     first = seen(native_run)
-    assert first == build.page_of(moved, 20)
+    assert first == run_page(moved, 20)
     assert str(native_run.parent) not in first
     assert str(tmp_path) not in first
     titles = [n.text for n in check(first).iter("h3")]
@@ -153,7 +149,7 @@ def test_the_same_run_gives_the_same_bytes_wherever_it_lies(native_run: Path, tm
     wanted |= {"Log-prob difference", "Ratios within an iteration", "Clip flags by iteration"}
     wanted |= {"Distribution of the score", "Loss of the policy"}
     rewards = reader.read_iterations(native_run)["reward_mean"]
-    said = f"their mean reward, the score minus the KL penalty, {change(rewards.iloc[0], rewards.iloc[-1])}."
+    said = f"mean reward, the score minus the KL penalty, {rewards.iloc[0]:.3f} -> {rewards.iloc[-1]:.3f}."
     assert said in text_of(first)
     assert wanted <= set(titles)
     assert len(titles) == len(set(titles))
@@ -187,7 +183,7 @@ def test_hostile_texts_stay_texts(hostile_run: Path) -> None:
 
 
 def test_what_is_not_finite_is_counted_and_shown_as_it_is(native_run: Path, hostile_run: Path, tmp_path: Path) -> None:
-    page = build.page_of(make_hostile_run(native_run, tmp_path / "run", broken=True), 200)
+    page = run_page(make_hostile_run(native_run, tmp_path / "run", broken=True), 200)
     assert "Not finite: 3 ratios, 3 log-prob differences. No figure includes them." in text_of(page)
     shown = [r for r in embedded(page)["responses"] if r["sequence"] == 0]
     ratios = [r["columns"][f"ratio_{epoch}"] for r in embedded(page)["responses"] for epoch in (0, 1)]
@@ -203,7 +199,7 @@ def test_differences_of_which_none_can_be_drawn_are_a_sentence(native_run: Path,
     for iteration, rows in tokens.groupby("iteration"):
         broken = rows["old_logprobs"].where(~unequal, np.nan).to_numpy(np.float32)
         rewrite_cell(run, "tokens", int(str(iteration)), "old_logprobs", lambda _, broken=broken: broken)
-    said, control = text_of(build.page_of(run, 0)), text_of(seen(native_run))
+    said, control = text_of(run_page(run, 0)), text_of(seen(native_run))
     finite = f"All {int((~unequal).sum()):,} finite differences are exactly 0, so there is no distribution"
     assert [finite in text for text in (said, control)] == [True, False]
     assert f"{int(unequal.sum()):,} log-prob differences. No figure includes them." in said
@@ -213,7 +209,7 @@ def test_a_page_without_a_finite_difference_says_so(native_run: Path, tmp_path: 
     run = Path(shutil.copytree(native_run, tmp_path / native_run.name))
     for iteration in range(3):
         rewrite_cell(run, "tokens", iteration, "rollout_logprobs", lambda values: np.full(len(values), np.nan))
-    said, control = text_of(build.page_of(run, 0)), text_of(seen(native_run))
+    said, control = text_of(run_page(run, 0)), text_of(seen(native_run))
     for sentence in (
         "Cause of the difference: no token has two finite log-probs; find out where the others come from.",
         "No difference is finite, so there is no distribution of them to draw.",
@@ -225,7 +221,7 @@ def test_a_page_without_a_finite_ratio_says_so(native_run: Path, tmp_path: Path)
     run = Path(shutil.copytree(native_run, tmp_path / native_run.name))
     for iteration in range(3):
         rewrite_cell(run, "updates", iteration, "ratios", lambda values: np.full(len(values), np.inf, np.float32))
-    said, control = text_of(build.page_of(run, 0)), text_of(seen(native_run))
+    said, control = text_of(run_page(run, 0)), text_of(seen(native_run))
     finite = "No ratio is finite, so there is no figure of them."
     assert [finite in text for text in (said, control)] == [True, False]
     assert "took no step" not in said
@@ -237,7 +233,7 @@ def test_a_difference_that_is_not_finite_is_the_largest_on_the_page_and_in_the_s
     run = Path(shutil.copytree(native_run, tmp_path / native_run.name))
     rewrite_cell(run, "iterations", 1, "max_abs_old_rollout", lambda _: np.array([np.nan]))
     assert math.isnan(summarise(run).figures["max_abs_old_rollout"])
-    assert "largest |old - rollout|, nats–" in text_of(build.page_of(run, 0)), "a dash is NaN"
+    assert "largest |old - rollout|, nats–" in text_of(run_page(run, 0)), "a dash is NaN"
 
 
 @pytest.mark.parametrize("part", [read_mismatch, samples_section])
@@ -412,12 +408,12 @@ def test_a_folder_of_runs_has_short_labels_and_no_run_twice(
 
 def test_a_control_run_has_a_page(tmp_path: Path) -> None:
     run_dir = record_control(small_control("ppo.iterations=2"), tmp_path)[0]
-    page = build.page_of(run_dir)
-    assert page == build.page_of(run_dir)
+    page = run_page(run_dir)
+    assert page == run_page(run_dir)
     titles = [n.text for n in check(page).iter("h3")]
     assert {"Return of training episodes", "Loss of the value model", "Learning rate", "Extreme ratios"} <= set(titles)
     steps = int(reader.read_iterations(run_dir)["tokens"].sum())
-    assert f"agree on every bit of {steps:,} environment steps." in text_of(page)
+    assert f"0 of {steps:,} training log-probs differ from the sampler's." in text_of(page)
 
 
 def test_two_runs_side_by_side(deterministic_run: Path, native_run: Path, tmp_path: Path) -> None:
@@ -429,7 +425,7 @@ def test_two_runs_side_by_side(deterministic_run: Path, native_run: Path, tmp_pa
     assert "numerics.modedeterministicnative" in said
     assert re.search(r"A and B first differ: .* in A, .* in B; ", said)
     first, last = (reader.read_iterations(native_run)["eval_score"].iloc[0], final(native_run, "eval_score"))
-    assert f"B {change(first, last)} (score, held out)." in said
+    assert f"B {Change(first, last)} (score, held out)." in said
     assert legend_of(check(page)) == ["A: mode=deterministic", "B: mode=native"]
     assert legend_of(check(page_of_one)) == ["A", "B"]
     facts = ["".join(n.itertext()) for table in check(page).iter("table") for n in next(table.iter("tbody")).iter("tr")]
@@ -437,9 +433,9 @@ def test_two_runs_side_by_side(deterministic_run: Path, native_run: Path, tmp_pa
     assert not any(row.startswith("run again") for row in facts), "its command is for one run"
     marks = {(n.tag, n.get("class")) for n in check(page).iter() if n.tag in ("del", "ins", "mark")}
     assert marks <= {("mark", "only-a"), ("mark", "only-b")}, "an orange deletion in a run whose lines are blue"
-    assert "A: sampler and trainer agree on every bit" in said
-    assert "B: " in said
-    assert "of log-probs differ" in said
+    for name, run in (("A", deterministic_run), ("B", native_run)):
+        rows = reader.read_iterations(run)[["unequal_old_rollout_logprobs", "tokens"]].sum()
+        assert f"{name}: {rows.iloc[0]:,} of {rows.iloc[1]:,} training log-probs differ from the sampler's." in said
     assert "(A at the end and B at the end)" in said
     assert page == seen_beside(deterministic_run, native_run)
     assert str(deterministic_run.parent) not in page
@@ -476,7 +472,7 @@ def test_the_page_of_a_fork_marks_where_it_began_and_shows_the_reward(
     origin_and_fork: tuple[Path, Path], tmp_path: Path
 ) -> None:
     origin, forked = origin_and_fork
-    pages = [build.page_of(folder, 0) for folder in (forked, origin)]
+    pages = [run_page(folder, 0) for folder in (forked, origin)]
     of_folder = tree(build.write_report([origin.parents[1]], tmp_path / "page.html")[0].read_text())
     score = next(n for n in of_folder.iter("figure") if next(n.iter("h3")).text == "Score")
     rows = [["".join(cell.itertext()) for cell in row.iter("td")] for row in score.iter("tr")]

@@ -25,7 +25,6 @@ import pytest
 
 from ppo_repro.analysis.report.data.chosen_responses import choose_responses
 from ppo_repro.analysis.report.data.page_numbers import read_page_numbers
-from ppo_repro.analysis.report.data.run_curves import summary_tables
 from ppo_repro.analysis.report.data.run_facts import read_facts
 from ppo_repro.analysis.tokenization.recorded_tokenizer import RecordedTokenizer, load_tokenizer
 from ppo_repro.analysis.view import database
@@ -229,7 +228,7 @@ def test_a_response_has_the_same_numbers_as_on_the_page_of_its_run(
 ) -> None:
     """With `broken`, the first log-prob of the trainer in each iteration is NaN."""
     facts = read_facts(make_hostile_run(native_run, tmp_path / "run", broken=broken))
-    of_page = read_page_numbers(facts, *summary_tables(facts)).responses
+    of_page = read_page_numbers(facts).responses
     with served(facts.run_dir) as server:
         of_view = server.index.responses.frame(
             "select iteration, sequence, length as tokens, score, mismatch, clipped from responses "

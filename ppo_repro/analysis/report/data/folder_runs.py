@@ -1,20 +1,4 @@
-"""Read the runs of a grid, or of any folder, by setting, with the results that compare the settings.
-
-The text of a run's setting (`_settings`) is
-1. its labels of the grid's axes, if the grid's table has every run;
-2. its values of the fields in which the setups of the runs differ, without the seed.
-
-The name of a setting (`setting_names`) is
-1. the label that all its runs have;
-2. its text;
-3. its experiment, if the runs do not differ.
-If two settings would have one name, every setting has its text as its name.
-
-The results (`shared_results`) are
-1. the final results that all runs have, but no accuracy if the responses of a run are neither right nor wrong, and no
-   result that equals the first one in every run;
-2. the last mean score or return, if the runs share no final result.
-"""
+"""Read the runs of a grid, or of any folder, by setting, with the results that compare the settings."""
 
 from __future__ import annotations
 
@@ -22,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
+
+import pandas as pd
 
 from ppo_repro.analysis.report.data.metrics import Metric, PageContent
 from ppo_repro.analysis.report.data.run_curves import OneRun, read_run
@@ -31,6 +17,7 @@ from ppo_repro.records import manifest
 from ppo_repro.records.changes import setup_of
 from ppo_repro.records.grid import CELLS, GRID, axes_of, read_grid_table
 from ppo_repro.records.label import read_label
+from ppo_repro.records.manifest import Status
 from ppo_repro.records.settings import Setting, settings_of
 
 
@@ -46,13 +33,13 @@ class Final(NamedTuple):
 class FolderRuns:
     """Complete runs of one kind in a folder.
 
-    `states` has the state of every run of the folder. `copies` pairs each run that is left out with the run that has
-    the same fingerprint. The first result compares the settings.
+    `incomplete` runs of the folder and `copies` are left out; a copy is beside the run that has the same fingerprint.
+    The first result compares the settings.
     """
 
     folder: Path
-    states: Mapping[Path, str]
-    copies: Sequence[tuple[Path, Path]]
+    incomplete: Mapping[Path, Status]
+    copies: Mapping[Path, Path]
     settings: Mapping[Setting, Sequence[OneRun]]
     results: Sequence[Metric]
 
@@ -82,7 +69,7 @@ class FolderRuns:
     def values_of(self, setting: Setting, result: Metric) -> list[float]:
         """Return a result of each run of a setting."""
         if result == self.content.last_value:
-            return [float(run.iterations[result.key].iloc[-1]) for run in self.settings[setting]]
+            return [float(run.facts.own_iterations[result.key].iloc[-1]) for run in self.settings[setting]]
         return [float(run.facts.manifest.final[result.key]) for run in self.settings[setting]]
 
     @property
@@ -93,18 +80,23 @@ class FolderRuns:
 
 def read_folder(folder: Path) -> FolderRuns:
     """Read the complete runs of a folder. Raises UserError if there is none, or the runs are of several kinds."""
-    states = {run_dir: manifest.load(run_dir).status for run_dir in _runs_below(folder)}
-    complete = [run_dir for run_dir, state in states.items() if state == "complete"]
+    heads = {run_dir: manifest.load(run_dir) for run_dir in _runs_below(folder)}
+    incomplete = {run_dir: head.status for run_dir, head in heads.items() if head.status != "complete"}
+    complete = [run_dir for run_dir in heads if run_dir not in incomplete]
     if not complete:
-        raise UserError(f"{folder}: none of its {len(states)} runs is complete; finish them first")
-    kinds = {manifest.load_head(run_dir).kind for run_dir in complete}
+        raise UserError(f"{folder}: none of its {len(heads)} runs is complete; finish them first")
+    kinds = {heads[run_dir].kind for run_dir in complete}
     if len(kinds) > 1:
         raise UserError(f"{folder}: has {' and '.join(sorted(kinds))} runs; give a folder with runs of one kind")
-    unique, copies = (complete, []) if (folder / GRID).exists() else _without_copies(complete)
-    settings = _settings(folder, [read_run(run_dir) for run_dir in unique])
+    copies: dict[Path, Path] = {}
+    if not (folder / GRID).exists():
+        complete.sort(key=lambda path: (len(path.parts), path))  # a run is before its copy further down
+        copies = _copies({run_dir: heads[run_dir].fingerprint for run_dir in complete})
+    settings = _settings(folder, [read_run(run_dir) for run_dir in complete if run_dir not in copies])
     facts = [run.facts for group in settings.values() for run in group]
-    finals, is_judged = [of.manifest.final for of in facts], all(of.is_judged for of in facts)
-    return FolderRuns(folder, states, copies, settings, shared_results(facts[0].content, finals, is_judged))
+    is_judged = all(run_facts.is_judged for run_facts in facts)
+    results = shared_results(facts[0].content, [run_facts.manifest.final for run_facts in facts], is_judged)
+    return FolderRuns(folder, incomplete, copies, settings, results)
 
 
 def _runs_below(folder: Path) -> list[Path]:
@@ -115,21 +107,22 @@ def _runs_below(folder: Path) -> list[Path]:
     return runs
 
 
-def _without_copies(complete: Sequence[Path]) -> tuple[list[Path], list[tuple[Path, Path]]]:
-    """Return one run per fingerprint, and each other run paired with the returned run of the same fingerprint."""
+def _copies(fingerprints: Mapping[Path, str]) -> dict[Path, Path]:
+    """Return the runs that have the fingerprint of an earlier run, each with that run."""
     first: dict[str, Path] = {}
-    copies = []
-    for run_dir in sorted(complete, key=lambda path: (len(path.parts), path)):  # the run, not its copy further down
-        unique = first.setdefault(manifest.load_head(run_dir).fingerprint, run_dir)
-        if unique != run_dir:
-            copies.append((run_dir, unique))
-    return list(first.values()), copies
+    earliest = {run_dir: first.setdefault(fingerprint, run_dir) for run_dir, fingerprint in fingerprints.items()}
+    return {run_dir: earlier for run_dir, earlier in earliest.items() if earlier != run_dir}
 
 
 def _settings(folder: Path, runs: Sequence[OneRun]) -> dict[Setting, list[OneRun]]:
-    """Return the runs of each setting, by its text and with its name."""
+    """Return the runs of each setting.
+
+    A setting's text is its labels of the grid's axes or, if a run has no labels, its values of the fields in which the
+    setups of the runs differ, without the seed.
+    """
     settings: dict[Setting, list[OneRun]] = {}
-    for setting, run in _by_axes(folder, runs) or _by_differences(runs):
+    by_differences = settings_of([setup_of(run.facts.run_dir, run.facts.manifest) for run in runs])
+    for setting, run in _by_axes(folder, runs) or zip(by_differences, runs, strict=True):
         settings.setdefault(setting, []).append(run)
     labels = [[read_label(run.facts.run_dir).name for run in group] for group in settings.values()]
     experiments = [group[0].facts.config.experiment for group in settings.values()]
@@ -138,15 +131,21 @@ def _settings(folder: Path, runs: Sequence[OneRun]) -> dict[Setting, list[OneRun
 
 
 def setting_names(texts: Sequence[str], labels: Sequence[Sequence[str]], experiments: Sequence[str]) -> list[str]:
-    """Name each setting from its text, the labels of its runs ("" for none) and its experiment."""
-    shared = [of[0] if len(set(of)) == 1 else "" for of in labels]
+    """Name each setting by the label that all its runs have, or else by its text, or else by its experiment.
+
+    If two settings would have one name, the texts are the names. A run without a label has the label "".
+    """
+    shared = [group[0] if len(set(group)) == 1 else "" for group in labels]
     names = [label or text or experiment for label, text, experiment in zip(shared, texts, experiments, strict=True)]
     return names if len(set(names)) == len(names) else list(texts)
 
 
 def _by_axes(folder: Path, runs: Sequence[OneRun]) -> list[tuple[Setting, OneRun]]:
     """Return each run with its labels of the grid's axes as setting, in the grid's order; [] if a run has no labels."""
-    labels, paths = _labels(folder), [str(run.facts.run_dir.relative_to(folder)) for run in runs]
+    cells = read_grid_table(folder / CELLS) if (folder / CELLS).exists() else pd.DataFrame()
+    axes, paths = axes_of(cells), [str(run.facts.run_dir.relative_to(folder)) for run in runs]
+    rows = cells.to_dict("records") if axes else []
+    labels = {str(row["run_dir"]): ", ".join(str(row[axis]) for axis in axes) for row in rows}
     if not all(path in labels for path in paths):
         return []
     order = {label: k for k, label in enumerate(labels.values())}
@@ -154,26 +153,13 @@ def _by_axes(folder: Path, runs: Sequence[OneRun]) -> list[tuple[Setting, OneRun
     return [(Setting(labels[path], ""), run) for path, run in pairs]
 
 
-def _by_differences(runs: Sequence[OneRun]) -> list[tuple[Setting, OneRun]]:
-    """Return each run with its values of the fields in which the setups of the runs differ."""
-    settings = settings_of([setup_of(run.facts.run_dir, run.facts.manifest) for run in runs])
-    return list(zip(settings, runs, strict=True))
-
-
-def _labels(folder: Path) -> dict[str, str]:
-    """Return the labels of a grid's axes for each of its runs, by the path in the folder; {} if it has no axes."""
-    if not (folder / CELLS).exists():
-        return {}
-    cells = read_grid_table(folder / CELLS)
-    axes = axes_of(cells)
-    rows = cells.to_dict("records") if axes else []
-    return {str(row["run_dir"]): ", ".join(str(row[axis]) for axis in axes) for row in rows}
-
-
 def shared_results(
     content: PageContent, finals: Sequence[Mapping[str, float | int | str]], is_judged: bool
 ) -> list[Metric]:
-    """Choose the results that compare runs, from the final results of each; accuracies only if `is_judged`."""
+    """Choose the results that compare runs: final results that all runs have, or else the last mean score or return.
+
+    An accuracy needs `is_judged`. A result that equals the first one in every run is left out.
+    """
     shared = {
         result: [float(final[result.key]) for final in finals]
         for result in content.results

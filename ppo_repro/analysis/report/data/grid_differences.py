@@ -59,6 +59,15 @@ class AxisEffect:
     comparison: Comparison  # Holm's correction is over all labels of all axes
 
 
+class _LabelDifference(NamedTuple):
+    """A label of an axis minus its first label, for each seed."""
+
+    axis: str
+    first: str
+    label: str
+    by_seed: pd.Series
+
+
 def setting_differences(finals: Sequence[Final], limits: Limits) -> SettingDifferences | None:
     """Compare each setting with the first one; None unless several settings have the same seeds, at least two."""
     seeds: dict[str, set[int]] = {}
@@ -67,12 +76,12 @@ def setting_differences(finals: Sequence[Final], limits: Limits) -> SettingDiffe
     first, *others = seeds
     if not others or len(seeds[first]) < 2 or any(seeds[other] != seeds[first] for other in others):
         return None
-    apart = paired_differences(pd.DataFrame(finals), "value", first)
+    by_seed = paired_differences(pd.DataFrame(finals), "value", first)
     # Holm's first test has the smallest level
-    sizes = [detectable(float(d.std(ddof=1, skipna=False)), len(d), 0.05 / len(others)) for d in apart.values()]
+    sizes = [detectable(float(d.std(ddof=1, skipna=False)), len(d), 0.05 / len(others)) for d in by_seed.values()]
     rows = [
         SettingDifference(_within(row, limits.possible), size)
-        for row, size in zip(compared(apart.items()), sizes, strict=True)
+        for row, size in zip(compared(by_seed.items()), sizes, strict=True)
     ]
     return SettingDifferences(first, len(seeds[first]), min(limits), rows)
 
@@ -93,27 +102,27 @@ def axis_effects(folder: Path, finals: Sequence[Final]) -> list[AxisEffect]:
     labels = {", ".join(row): row for row in cells[axes].astype(str).itertuples(index=False, name=None)}
     if len(axes) < 2 or any(final.point not in labels for final in finals):
         return []
-    of_run = [labels[final.point] for final in finals]
-    effects = [(axis, *effect) for k, axis in enumerate(axes) for effect in _label_differences(k, of_run, finals)]
-    rows = compared((label, apart) for _, _, label, apart in effects)
-    return [
-        AxisEffect(axis.removeprefix("axis."), first, row) for (axis, first, *_), row in zip(effects, rows, strict=True)
-    ]
+    settings = [labels[final.point] for final in finals]
+    differences = [row for k, axis in enumerate(axes) for row in _label_differences(axis, k, settings, finals)]
+    comparisons = compared((row.label, row.by_seed) for row in differences)
+    return [AxisEffect(row.axis, row.first, each) for row, each in zip(differences, comparisons, strict=True)]
 
 
 def _label_differences(
-    k: int, of_run: Sequence[tuple[str, ...]], finals: Sequence[Final]
-) -> list[tuple[str, str, pd.Series]]:
-    """Return the first label of axis number k, another label, and their differences by seed, for each other label."""
-    settings = set(of_run)
+    axis: str, k: int, settings_of_runs: Sequence[tuple[str, ...]], finals: Sequence[Final]
+) -> list[_LabelDifference]:
+    """Compare each other label of axis number k with the first one; [] if the labels have different settings."""
+    settings = set(settings_of_runs)
     others = {row[:k] + row[k + 1 :] for row in settings}
     if len(settings) != len(others) * len({row[k] for row in settings}):
         return []
-    by_seed = pd.DataFrame(finals).assign(point=[row[k] for row in of_run]).groupby(["point", "seed"], sort=False)
+    by_seed = (
+        pd.DataFrame(finals).assign(point=[row[k] for row in settings_of_runs]).groupby(["point", "seed"], sort=False)
+    )
     # a seed that lacks a value has no mean, and so its label no difference
     means = by_seed["value"].agg(lambda values: values.mean(skipna=False)).reset_index()
-    first = of_run[0][k]
-    return [(first, label, apart) for label, apart in paired_differences(means, "value", first).items()]
+    first, name = settings_of_runs[0][k], axis.removeprefix("axis.")
+    return [_LabelDifference(name, first, *pair) for pair in paired_differences(means, "value", first).items()]
 
 
 def limits_of(runs: FolderRuns, result: Metric) -> Limits:

@@ -1,25 +1,26 @@
-"""Read a run once, with one iteration in memory at a time, and return the counts and rows for its page.
+"""Read the numbers for the page of a run of PPO, with one iteration in memory at a time.
 
-All numbers are float64 from the recorded columns. Separate counts have the values that are not finite.
+`read_mismatch` reads a run whose log-probs differ once more, because only such a run needs the other columns. All
+numbers are float64 from the recorded columns. Separate counts have the values that are not finite.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import reduce
 from operator import add
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from ppo_repro.analysis import agreement
-from ppo_repro.analysis.agreement import Agreement, agreement_of
 from ppo_repro.analysis.clip_flags import DRAWN, recorded_clipped
+from ppo_repro.analysis.mismatch import IterationMismatch, mismatch_by_iteration, mismatch_table
+from ppo_repro.analysis.mismatch_buckets import bucket_table
 from ppo_repro.analysis.report.data.run_curves import (
     Curves,
+    Means,
     curves_of,
     read_sampled,
     response_means,
@@ -28,29 +29,28 @@ from ppo_repro.analysis.report.data.run_curves import (
 )
 from ppo_repro.analysis.report.data.run_facts import Facts
 from ppo_repro.records import reader
-from ppo_repro.records.logprob_pairs import deltas
+from ppo_repro.records.logprob_pairs import deltas, run_evidence
 from ppo_repro.records.manifest import has_responses
-from ppo_repro.runs.summary import draws_of_records
-from ppo_repro.statistics.clusters import Floats, Ratio
+from ppo_repro.runs.results import draws_of_records
+from ppo_repro.statistics.clusters import Floats
 from ppo_repro.statistics.draws import NONE, Draws
+from ppo_repro.statistics.mismatch_metrics import with_mismatch
+from ppo_repro.testing.diagnosis import Diagnosis, diagnose_sums
+from ppo_repro.testing.evidence import PatternSums, pattern_sums
 
 DELTA_EDGES: Floats = 10.0 ** np.linspace(-9.0, 1.0, 31)  # of |old - rollout|, nats
 QUANTILES = {"smallest": 0.0, "low": 0.01, "median": 0.5, "high": 0.99, "largest": 1.0}
+_UPDATE_COLUMNS = ["sequence", "epoch", "minibatch", "ratios", "clip_flag"]
 
 
-@dataclass(frozen=True)
-class Counts:
-    """Counts over one or more iterations; `+` adds the counts of other iterations."""
+class Counts(NamedTuple):
+    """Counts over one or more iterations."""
 
     deltas: npt.NDArray[np.int64]  # of `delta_counts`
+    zero_deltas: int
     nonfinite_deltas: int
     nonfinite_ratios: int
     draws: Draws
-    agreement: Agreement
-
-    def __add__(self, other: Counts) -> Counts:
-        sums: dict[str, Any] = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)}
-        return Counts(**sums)
 
 
 class StepRatios(NamedTuple):
@@ -75,18 +75,6 @@ class ResponseSummary(NamedTuple):
     score: float
     mismatch: float  # max |old - rollout log-prob| in nats; infinite if one is NaN, so a reader finds the response
     clipped: int  # token updates
-
-
-@dataclass(frozen=True)
-class _Iteration:
-    """Numbers of one iteration; `responses` is empty for a control run."""
-
-    means: Mapping[str, Ratio]  # of its samples, by metric
-    values: Floats  # scores, or returns of the episodes that ended
-    counts: Counts
-    ratios: pd.DataFrame  # a row per StepRatios
-    flags: dict[str, int]  # iteration, token_updates and DRAWN: counts
-    responses: pd.DataFrame  # a row per ResponseSummary
 
 
 @dataclass(frozen=True)
@@ -122,34 +110,41 @@ def ratio_quantiles(iteration: int, updates: pd.DataFrame) -> pd.DataFrame:
     return named.reset_index().assign(iteration=iteration)[[*StepRatios._fields]]
 
 
-def read_page_numbers(facts: Facts, iterations: pd.DataFrame, steps: pd.DataFrame) -> PageNumbers:
+def read_page_numbers(facts: Facts) -> PageNumbers:
     """Read all iterations of a run of PPO once, and return the numbers for its page."""
-    scans = {number: _scan_iteration(facts, number) for number in facts.iterations}
-    computed = [scans[number] for number in facts.manifest.own_iterations]
+    run_dir, recorded = facts.run_dir, facts.manifest
+    means: dict[int, Means] = {}
+    values: dict[int, Floats] = {}
+    responses = [pd.DataFrame(columns=ResponseSummary._fields)]
+    counts: list[Counts] = []
+    ratios: list[pd.DataFrame] = []
+    flags: list[dict[str, int]] = []
+    for number in range(recorded.num_iterations):
+        updates = reader.read_updates(run_dir, iterations=[number], columns=_UPDATE_COLUMNS, recorded=recorded)
+        if has_responses(recorded):
+            sequences, tokens = read_sampled(facts, number)
+            draws = draws_of_records(number, tokens)
+            values[number] = sequences["scores"].to_numpy(np.float64)
+            means[number] = response_means(sequences, tokens, draws)
+            responses.append(_response_summary(number, sequences, tokens, updates))
+        else:
+            columns = ["rollout_logprobs", "old_logprobs"]
+            tokens = reader.read_tokens(run_dir, iterations=[number], columns=columns, recorded=recorded)
+            draws = NONE
+            values[number] = returns_of(facts, number)
+            means[number] = return_means(values[number])
+        if number in recorded.own_iterations:
+            counts.append(_counts(tokens, updates, draws))
+            ratios.append(ratio_quantiles(number, updates))
+            flags.append(_flag_counts(number, updates["clip_flag"]))
     return PageNumbers(
-        curves=curves_of(facts, {number: scan.means for number, scan in scans.items()}, iterations, steps),
-        values={number: scan.values for number, scan in scans.items()},
-        responses=pd.concat([scan.responses for scan in scans.values()], ignore_index=True),
-        counts=reduce(add, (scan.counts for scan in computed)),
-        ratios=pd.concat([scan.ratios for scan in computed], ignore_index=True),
-        flags=pd.DataFrame([scan.flags for scan in computed]),
+        curves=curves_of(facts, means),
+        values=values,
+        responses=pd.concat(responses[1:] or responses, ignore_index=True),
+        counts=Counts(*(reduce(add, field) for field in zip(*counts, strict=True))),
+        ratios=pd.concat(ratios, ignore_index=True),
+        flags=pd.DataFrame(flags),
     )
-
-
-def _scan_iteration(facts: Facts, number: int) -> _Iteration:
-    run_dir, one, recorded = facts.run_dir, [number], facts.manifest
-    updates = reader.read_updates(run_dir, iterations=one, columns=agreement.UPDATES_COMPARED, recorded=recorded)
-    if has_responses(recorded):
-        sequences, tokens = read_sampled(facts, number)
-        draws, values = draws_of_records(number, tokens), sequences["scores"].to_numpy(np.float64)
-        means = response_means(sequences, tokens, draws)
-        responses = _response_summary(number, sequences, tokens, updates)
-    else:
-        tokens = reader.read_tokens(run_dir, iterations=one, columns=agreement.TOKENS_COMPARED, recorded=recorded)
-        draws, values, responses = NONE, returns_of(facts, number), pd.DataFrame(columns=ResponseSummary._fields)
-        means = return_means(values)
-    ratios, flags = ratio_quantiles(number, updates), _flag_counts(number, updates["clip_flag"])
-    return _Iteration(means, values, _counts(tokens, updates, draws), ratios, flags, responses)
 
 
 def _counts(tokens: pd.DataFrame, updates: pd.DataFrame, draws: Draws) -> Counts:
@@ -159,10 +154,10 @@ def _counts(tokens: pd.DataFrame, updates: pd.DataFrame, draws: Draws) -> Counts
     nonfinite_ratios = ~np.isfinite(updates["ratios"].to_numpy(np.float64)) & updates["clip_flag"].notna().to_numpy()
     return Counts(
         deltas=delta_counts(delta),
+        zero_deltas=int(np.count_nonzero(delta == 0)),
         nonfinite_deltas=int(np.count_nonzero(~np.isfinite(delta))),
         nonfinite_ratios=int(nonfinite_ratios.sum()),
         draws=draws,
-        agreement=agreement_of(tokens, updates),
     )
 
 
@@ -182,3 +177,24 @@ def _response_summary(
     by_response = np.bincount(updates["sequence"].to_numpy(np.int64)[clipped], minlength=len(sequences))
     named = sequences.rename(columns={"response_length": "tokens", "scores": "score"})
     return named.assign(iteration=iteration, mismatch=largest, clipped=by_response)[[*ResponseSummary._fields]]
+
+
+@dataclass(frozen=True)
+class RunMismatch:
+    """The mismatch of a run: its cause, by bucket and by iteration."""
+
+    cause: Diagnosis
+    buckets: pd.DataFrame  # a row per BucketRow
+    metrics: pd.DataFrame  # of `mismatch_table`
+
+
+def read_mismatch(facts: Facts) -> RunMismatch | None:
+    """Read the mismatch of a run; None if no token has two finite log-probs."""
+    measured, patterns = list[IterationMismatch](), list[PatternSums]()
+    for pairs in run_evidence(facts.run_dir, facts.manifest):
+        measured += mismatch_by_iteration([pairs])
+        patterns.append(pattern_sums(with_mismatch(pairs)))
+    if not any(pattern.tokens for pattern in patterns):
+        return None
+    cause = diagnose_sums([part.sums for part in measured], patterns)
+    return RunMismatch(cause, bucket_table([part.buckets for part in measured]), mismatch_table(measured))

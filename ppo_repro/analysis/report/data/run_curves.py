@@ -1,4 +1,4 @@
-"""Read the curves of a run: each metric by iteration, computed from its samples or recorded in its tables."""
+"""Compute the curves of a run, each metric by iteration, and their means over seeds."""
 
 from __future__ import annotations
 
@@ -10,19 +10,21 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from ppo_repro.analysis import agreement
-from ppo_repro.analysis.report.data.metrics import Metric
+from ppo_repro.analysis.mean_text import finite_of
+from ppo_repro.analysis.report.data.metrics import Metric, Range
 from ppo_repro.analysis.report.data.run_facts import Facts, read_facts
+from ppo_repro.analysis.significance import one_sample, t_interval
 from ppo_repro.config.files import CONTROL
 from ppo_repro.records import reader
 from ppo_repro.records.manifest import has_responses
-from ppo_repro.runs.summary import draws_of_records
+from ppo_repro.runs.results import AgreementCounts, Change, draws_of_records, recorded_agreement
 from ppo_repro.statistics import clusters
 from ppo_repro.statistics.clusters import Floats, Ints, Ratio
 from ppo_repro.statistics.draws import Draws
 
+MANY_SEEDS = 5  # pages show fewer seeds one by one, not by an interval
 _SEQUENCE_COLUMNS = ["iteration", "sequence", "response_length", "scores", "is_correct"]
-_TOKEN_COLUMNS = [*agreement.TOKENS_COMPARED, "entropies", "ref_kl", "cumulative_probs"]
+_TOKEN_COLUMNS = ["sequence", "rollout_logprobs", "old_logprobs", "entropies", "ref_kl", "cumulative_probs"]
 
 
 @dataclass(frozen=True)
@@ -41,10 +43,10 @@ class Curve:
         return Curve(self.iteration[part], self.value[part], self.low[part], self.high[part])
 
     @property
-    def ends(self) -> tuple[float, float]:
+    def ends(self) -> Change:
         """Return the first and the last value that is a number; NaN if none is."""
         numbers = self.value[~np.isnan(self.value)]
-        return (float(numbers[0]), float(numbers[-1])) if len(numbers) else (math.nan, math.nan)
+        return Change(float(numbers[0]), float(numbers[-1])) if len(numbers) else Change(math.nan, math.nan)
 
     @property
     def table(self) -> pd.DataFrame:
@@ -53,74 +55,57 @@ class Curve:
 
 
 Curves = Mapping[str, Curve]  # of a run, by metric
+Means = Mapping[str, Ratio]  # of the samples of one iteration, by metric: mean and standard error
 
 
 @dataclass(frozen=True)
 class OneRun:
-    """One run of a page about several: its facts, the table `iterations`, and its curves."""
+    """One run of a page about several: its facts and its curves."""
 
     facts: Facts
-    iterations: pd.DataFrame  # without the iterations that a fork copied, which have the settings of its origin
     curves: Curves
 
     @property
-    def unequal(self) -> int:
-        """Return the number of log-probs that differ between sampler and trainer, without copied iterations."""
-        return int(self.iterations["unequal_old_rollout_logprobs"].sum())
-
-    @property
-    def tokens(self) -> int:
-        """Return the number of response tokens, or of environment steps, without copied iterations."""
-        return int(self.iterations["tokens"].sum())
+    def agreement(self) -> AgreementCounts:
+        """Return the counts of unequal bits of a run of PPO, without copied iterations."""
+        return recorded_agreement(self.facts.own_iterations)
 
 
 def read_run(run_dir: Path) -> OneRun:
     """Read a run of any kind. Raises UserError if it is damaged or has no complete iteration."""
     facts = read_facts(run_dir)
-    iterations, steps = summary_tables(facts)
-    return OneRun(facts, reader.own_rows(iterations, facts.manifest), run_curves(facts, iterations, steps))
+    return OneRun(facts, run_curves(facts))
 
 
-def summary_tables(facts: Facts) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Read the tables `iterations` and `steps`. Raises UserError if they are missing or damaged."""
-    return (
-        reader.read_iterations(facts.run_dir, recorded=facts.manifest),
-        reader.read_steps(facts.run_dir, recorded=facts.manifest),
-    )
-
-
-def run_curves(facts: Facts, iterations: pd.DataFrame, steps: pd.DataFrame) -> Curves:
+def run_curves(facts: Facts) -> Curves:
     """Return every curve of a run of any kind, by metric."""
-    sampled: dict[int, Mapping[str, Ratio]] = {}
-    for iteration in facts.iterations:
+    sampled: dict[int, Means] = {}
+    for iteration in range(facts.manifest.num_iterations):
         if has_responses(facts.manifest):
             sequences, tokens = read_sampled(facts, iteration)
             sampled[iteration] = response_means(sequences, tokens, draws_of_records(iteration, tokens))
         elif facts.manifest.kind == CONTROL:
             sampled[iteration] = return_means(returns_of(facts, iteration))
-    return curves_of(facts, sampled, iterations, steps)
+    return curves_of(facts, sampled)
 
 
-def curves_of(
-    facts: Facts, sampled: Mapping[int, Mapping[str, Ratio]], iterations: pd.DataFrame, steps: pd.DataFrame
-) -> Curves:
+def curves_of(facts: Facts, sampled: Mapping[int, Means]) -> Curves:
     """Return the curves of a run by metric; no accuracies if responses cannot be right or wrong.
 
-    Args:
-        sampled: the means of the samples, by iteration and metric.
-        iterations: the table `iterations`; a metric that is also a final result has a point after the last iteration.
-        steps: the table `steps`; low and high are the smallest and largest step of the iteration.
+    A metric of `iterations` that is also a final result has a point after the last iteration. The band of a metric of
+    `steps` is from the smallest to the largest step of an iteration. `sampled` has the means of each iteration.
     """
 
     def curve(metric: Metric) -> Curve:
         if metric.source == "samples":
             return _of_means({i: means[metric.key] for i, means in sampled.items() if metric.key in means})
         if metric.source == "steps":
-            return _of_steps(steps, metric.key)
-        return _of_iterations(iterations, metric.key, facts.manifest.final.get(metric.key))
+            return _of_steps(facts.steps, metric.key)
+        return _of_iterations(facts.iterations, metric.key, facts.manifest.final.get(metric.key))
 
     meant = [metric for metric in facts.content.metrics if facts.is_judged or not metric.accuracy_of]
-    return {metric.key: found for metric in meant if len((found := curve(metric)).iteration)}
+    curves = {metric.key: curve(metric) for metric in meant}
+    return {key: known for key, known in curves.items() if len(known.iteration)}
 
 
 def _of_means(means: Mapping[int, Ratio]) -> Curve:
@@ -143,22 +128,22 @@ def _of_steps(steps: pd.DataFrame, name: str) -> Curve:
 
 
 def read_sampled(facts: Facts, iteration: int) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Read `sequences` and `tokens` of one iteration of a language run, with the columns that its curves need."""
-    run_dir, one, recorded = facts.run_dir, [iteration], facts.manifest
+    """Read `sequences` and `tokens` of one iteration of a language run, with the columns that its page needs."""
+    run_dir, recorded = facts.run_dir, facts.manifest
     return (
-        reader.read_sequences(run_dir, iterations=one, columns=_SEQUENCE_COLUMNS, recorded=recorded),
-        reader.read_tokens(run_dir, iterations=one, columns=_TOKEN_COLUMNS, recorded=recorded),
+        reader.read_sequences(run_dir, iterations=[iteration], columns=_SEQUENCE_COLUMNS, recorded=recorded),
+        reader.read_tokens(run_dir, iterations=[iteration], columns=_TOKEN_COLUMNS, recorded=recorded),
     )
 
 
 def returns_of(facts: Facts, iteration: int) -> Floats:
     """Return the returns of the episodes of a control run that ended in an iteration."""
-    columns, one = ["episode_return"], [iteration]
-    episodes = reader.read_sequences(facts.run_dir, iterations=one, columns=columns, recorded=facts.manifest)
+    columns = ["episode_return"]
+    episodes = reader.read_sequences(facts.run_dir, iterations=[iteration], columns=columns, recorded=facts.manifest)
     return episodes["episode_return"].dropna().to_numpy(np.float64)
 
 
-def response_means(sequences: pd.DataFrame, tokens: pd.DataFrame, drawn: Draws) -> dict[str, Ratio]:
+def response_means(sequences: pd.DataFrame, tokens: pd.DataFrame, drawn: Draws) -> Means:
     """Return the metrics of the sampled responses of one iteration; `drawn` has the draws of their tokens."""
     owner = tokens["sequence"].to_numpy(np.int64)
     lengths = sequences["response_length"].to_numpy(np.float64)
@@ -176,7 +161,7 @@ def response_means(sequences: pd.DataFrame, tokens: pd.DataFrame, drawn: Draws) 
     }
 
 
-def return_means(returns: Floats) -> dict[str, Ratio]:
+def return_means(returns: Floats) -> Means:
     """Return the mean return of the episodes that ended in an iteration; {} if none ended."""
     return {"episode_return_mean": clusters.mean(returns)} if len(returns) else {}
 
@@ -185,3 +170,31 @@ def first_and_last(metrics: Sequence[Metric], curves: Curves) -> pd.DataFrame:
     """Return the first and last value of the metrics' curves: quantity, first, last, unit."""
     rows = [(m.title, *curves[m.key].ends, m.unit) for m in metrics if m.key in curves]
     return pd.DataFrame(rows, columns=["quantity", "first", "last", "unit"])
+
+
+def over_seeds(runs: Sequence[Curves], metrics: Sequence[Metric], score: Range) -> Curves:
+    """Return the mean over seeds of each metric that has a finite value; `score` is the possible range of scores."""
+    means = {}
+    for metric in metrics:
+        curves = [run[metric.key] for run in runs if metric.key in run]
+        if any(np.isfinite(curve.value).any() for curve in curves):
+            means[metric.key] = _mean(curves, score if metric.possible is None else metric.possible)
+    return means
+
+
+def _mean(seeds: Sequence[Curve], possible: Range) -> Curve:
+    """Return the mean of one metric; an iteration's mean is over the seeds that have a finite value there.
+
+    low and high are the ends of the 95 % Student interval, clipped to the possible values. With fewer than MANY_SEEDS
+    seeds an interval says little, so low and high are the smallest and the largest value.
+    """
+    every = pd.concat([pd.Series(seed.value, seed.iteration) for seed in seeds], axis=1).sort_index()
+    rows = []
+    for iteration, values in zip(every.index, every.to_numpy(np.float64), strict=True):
+        finite, _ = finite_of(values)  # the column `seeds` counts them
+        if len(finite):
+            estimate = one_sample(finite)
+            ends = (finite.min(), finite.max()) if len(finite) < MANY_SEEDS else t_interval(estimate, 0.95)
+            rows.append((iteration, estimate.mean, *np.clip(ends, *possible), len(finite)))
+    at, mean, low, high, counts = np.array(rows, dtype=np.float64).T
+    return Curve(at.astype(np.int64), mean, low, high, counts.astype(np.int64))

@@ -1,4 +1,4 @@
-"""Draw curves over the iterations, of one run or over seeds, with their intervals."""
+"""Draw curves over the iterations: a line per run or setting, with its band."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
-from ppo_repro.analysis.html.charts import Line, Rule, axis_for, legend, line_chart
+from ppo_repro.analysis.html.axes import axis_for
+from ppo_repro.analysis.html.charts import Line, Rule, legend, line_chart
 from ppo_repro.analysis.html.markup import number
 from ppo_repro.analysis.html.page import Figure, Section
-from ppo_repro.analysis.mean_text import finite_of
-from ppo_repro.analysis.report.data.metrics import Metric, Range
-from ppo_repro.analysis.report.data.run_curves import Curve, Curves
+from ppo_repro.analysis.report.data.metrics import Metric
+from ppo_repro.analysis.report.data.run_curves import Curves
 from ppo_repro.analysis.report.data.run_facts import Facts
-from ppo_repro.analysis.significance import one_sample, t_interval
 from ppo_repro.statistics.clusters import Floats
 
 
@@ -39,40 +38,9 @@ class PageLine:
     def line(self, metric: str, colour: int) -> Line:
         """Return the line of a metric in a chart."""
         curve, seeds = self.curves[metric], [seed[metric] for seed in self.seeds if metric in seed]
-        parts = tuple((seed.iteration.astype(np.float64), seed.value) for seed in seeds)
+        parts = tuple(Line(self.name, seed.iteration.astype(np.float64), seed.value) for seed in seeds)
         at = curve.iteration.astype(np.float64)
         return Line(self.name, at, curve.value, curve.low, curve.high, colour, parts, self.tooltip)
-
-
-MANY_SEEDS = 5  # charts show fewer seeds one by one
-
-
-def over_seeds(runs: Sequence[Curves], metrics: Sequence[Metric], score: Range) -> Curves:
-    """Return the mean over seeds of each metric that has a finite value; `score` is the possible range of scores."""
-    means = {}
-    for metric in metrics:
-        curves = [run[metric.key] for run in runs if metric.key in run]
-        if any(np.isfinite(curve.value).any() for curve in curves):
-            means[metric.key] = _mean(curves, score if metric.possible is None else metric.possible)
-    return means
-
-
-def _mean(seeds: Sequence[Curve], possible: Range) -> Curve:
-    """Return the mean of one metric; an iteration's mean is over the seeds that have a finite value there.
-
-    low and high are the ends of the 95 % Student interval, clipped to the possible values. With fewer than MANY_SEEDS
-    seeds an interval says little, so low and high are the smallest and the largest value.
-    """
-    every = pd.concat([pd.Series(seed.value, seed.iteration) for seed in seeds], axis=1).sort_index()
-    rows = []
-    for iteration, values in zip(every.index, every.to_numpy(np.float64), strict=True):
-        finite, _ = finite_of(values)  # the column `seeds` counts them
-        if len(finite):
-            estimate = one_sample(finite)
-            ends = (finite.min(), finite.max()) if len(finite) < MANY_SEEDS else t_interval(estimate, 0.95)
-            rows.append((iteration, estimate.mean, *np.clip(ends, *possible), len(finite)))
-    at, mean, low, high, counts = np.array(rows, dtype=np.float64).T
-    return Curve(at.astype(np.int64), mean, low, high, counts.astype(np.int64))
 
 
 def lines_of(page_lines: Sequence[PageLine], metric: str) -> list[Line]:

@@ -14,7 +14,7 @@ from ppo_repro.analysis.html.page import Card, Statement, scrolled
 from ppo_repro.analysis.mean_text import mean_and_half_width, mean_and_range
 from ppo_repro.analysis.report.data.folder_runs import Final
 from ppo_repro.analysis.report.data.grid_differences import AxisEffect, SettingDifferences
-from ppo_repro.analysis.report.sections.curve_figures import MANY_SEEDS
+from ppo_repro.analysis.report.data.run_curves import MANY_SEEDS
 from ppo_repro.config.files import read_tree
 from ppo_repro.records.grid import GRID
 
@@ -28,17 +28,19 @@ def question_card(folder: Path) -> Card:
     return Card("What was the question?", [Statement("fact", text) for text in sentences])
 
 
-def answer_statements(finals: Sequence[Final], found: SettingDifferences | None, title: str) -> list[Statement]:
+def answer_statements(finals: Sequence[Final], differences: SettingDifferences | None, title: str) -> list[Statement]:
     """Return the sentence of the answer, and one about each setting that differs; `title` names the result."""
-    if found is None:
-        values, points = [final.value for final in finals], {final.point for final in finals}
-        one = f"There is one setting: {title} {spread(values)}."
-        several = "No differences with intervals: they need the same seeds, at least two, in every setting."
-        return [Statement("fact", one if len(points) == 1 else several)]
-    count, clear = len(found.others), [other.comparison for other in found.others if other.is_clear]
-    test = f"paired t-tests over {found.seeds} seeds, Holm's correction, p below 0.05"
-    answer = f"{len(clear)} of {count} settings differ from `{found.first}` in {title} ({test})."
-    if lost := sum(math.isnan(other.comparison.difference) for other in found.others):
+    if differences is None:
+        values = [final.value for final in finals]
+        points = {final.point for final in finals}
+        if len(points) == 1:
+            return [Statement("fact", f"There is one setting: {title} {spread(values)}.")]
+        needs = "No differences with intervals: they need the same seeds, at least two, in every setting."
+        return [Statement("fact", needs)]
+    count, clear = len(differences.others), [other.comparison for other in differences.others if other.is_clear]
+    test = f"paired t-tests over {differences.seeds} seeds, Holm's correction, p below 0.05"
+    answer = f"{len(clear)} of {count} settings differ from `{differences.first}` in {title} ({test})."
+    if lost := sum(math.isnan(other.comparison.difference) for other in differences.others):
         answer += f" {lost} of {count} cannot be compared, because a result is not finite."
     differing = [
         Statement(
@@ -47,37 +49,39 @@ def answer_statements(finals: Sequence[Final], found: SettingDifferences | None,
         )
         for row in clear
     ]
-    return [Statement("fact", answer + _power(found)), *differing]
+    return [Statement("fact", answer + _power(differences)), *differing]
 
 
-def _power(found: SettingDifferences) -> str:
+def _power(differences: SettingDifferences) -> str:
     """Say which difference the seeds would have shown in every setting that has no clear one; "" if all have one."""
-    sizes = [other.detectable for other in found.others if not other.is_clear and not math.isnan(other.detectable)]
+    sizes = [
+        other.detectable for other in differences.others if not other.is_clear and not math.isnan(other.detectable)
+    ]
     undetected = max(sizes, default=0.0)
-    if undetected > found.largest:
+    if undetected > differences.largest:
         return (
-            f" {found.seeds} seeds can show nothing here: with probability 0.8 they find a difference of "
-            f"{number(undetected, 2)} or more, and two values differ by {number(found.largest, 2)} at most."
+            f" {differences.seeds} seeds can show nothing here: with probability 0.8 they find a difference of "
+            f"{number(undetected, 2)} or more, and two values differ by {number(differences.largest, 2)} at most."
         )
     if undetected > 0:
         return f" A difference of {number(undetected, 2)} or more would have been found with probability 0.8."
     return ""
 
 
-def differences_card(found: SettingDifferences) -> Card:
+def differences_card(differences: SettingDifferences) -> Card:
     """Return the card with the table of all differences."""
-    sizes = [other.detectable for other in found.others]
-    differences = pd.DataFrame(
+    sizes = [other.detectable for other in differences.others]
+    rows = pd.DataFrame(
         {
-            "setting": [other.comparison.point for other in found.others],
-            **_columns([other.comparison for other in found.others], f"minus {found.first}"),
+            "setting": [other.comparison.point for other in differences.others],
+            **_columns([other.comparison for other in differences.others], f"minus {differences.first}"),
             "smallest detectable difference": [
-                "too few seeds" if size > found.largest else number(size, 2) for size in sizes
+                "too few seeds" if size > differences.largest else number(size, 2) for size in sizes
             ],
         }
     )
     caption = "p with Holm's correction; smallest detectable difference: found with probability 0.8"
-    return Card("Differences, paired by seed", blocks=[scrolled(table(differences, caption))])
+    return Card("Differences, paired by seed", blocks=[scrolled(table(rows, caption))])
 
 
 def effects_card(effects: Sequence[AxisEffect], title: str) -> Card:

@@ -10,7 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from ppo_repro.analysis.html.charts import Axis, axis_for, bar_chart
+from ppo_repro.analysis.html.axes import Axis, Tick, axis_for
+from ppo_repro.analysis.html.charts import bar_chart
 from ppo_repro.analysis.html.markup import number
 from ppo_repro.analysis.html.page import Figure
 from ppo_repro.statistics.clusters import Floats
@@ -24,7 +25,7 @@ class Bars:
     """Bars of a distribution: the value or range of each in words, and the counts of each group."""
 
     edges: Floats  # [bars + 1], on the x axis
-    ticks: tuple[tuple[float, str], ...]  # of the x axis; the usual ones if empty
+    ticks: tuple[Tick, ...]  # of the x axis; the usual ones if empty
     words: list[str]  # [bars]
     counts: dict[str, npt.NDArray[np.int64]]  # [bars] each
 
@@ -40,11 +41,11 @@ def distribution_figure(title: str, groups: Mapping[str, Floats], name: str, of:
     finite = {group: values[np.isfinite(values)] for group, values in groups.items()}
     distinct = np.unique(np.concatenate([*finite.values()]))
     bars = _bars_of_values(distinct, finite) if len(distinct) <= MAX_VALUES else _bars_of_ranges(distinct, finite)
-    shares = [(group, 100.0 * counts / counts.sum()) for group, counts in bars.counts.items() if counts.any()]
-    y = axis_for(f"% of the {of}", [values for _, values in shares], include=(0.0,))
+    shares = {group: 100.0 * counts / counts.sum() for group, counts in bars.counts.items() if counts.any()}
+    y = axis_for(f"% of the {of}", shares.values(), include=(0.0,))
     alt = "; ".join(
         f"{group}: most often {name} {bars.words[int(values.argmax())]} ({number(float(values.max()), 3)} %)"
-        for group, values in shares
+        for group, values in shares.items()
     )
     x = Axis(name, float(bars.edges[0]), float(bars.edges[-1]), ticks=bars.ticks)
     chart = bar_chart(bars.edges, shares, x, y, alt, [f"{name} {word}" for word in bars.words])
@@ -55,7 +56,7 @@ def _bars_of_values(distinct: Floats, groups: Mapping[str, Floats]) -> Bars:
     """Return a bar of equal width for each value."""
     words = [number(float(value), 3) for value in distinct]
     counts = {g: np.bincount(np.searchsorted(distinct, values), minlength=len(words)) for g, values in groups.items()}
-    ticks = tuple((k + 0.5, word) for k, word in enumerate(words))
+    ticks = tuple(Tick(k + 0.5, word) for k, word in enumerate(words))
     return Bars(np.arange(len(words) + 1, dtype=np.float64), ticks, words, counts)
 
 

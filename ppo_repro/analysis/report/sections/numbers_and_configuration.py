@@ -7,7 +7,12 @@ from collections.abc import Mapping, Sequence
 import pandas as pd
 
 from ppo_repro.analysis.html.markup import element, table
-from ppo_repro.analysis.html.page import Section, folded_table, scrolled
+from ppo_repro.analysis.html.page import Section, folded_table, folded_text, scrolled
+from ppo_repro.analysis.report.data.run_curves import Curves, first_and_last
+from ppo_repro.analysis.report.data.run_facts import Facts
+from ppo_repro.analysis.report.sections.curve_figures import PageLine, informative
+from ppo_repro.records.notes import by_phase, phases_of
+from ppo_repro.runs.results import LanguageResults, PPOResults
 
 TERMS = {
     "token_mean": "averaged over all tokens alike, whatever response they are in",
@@ -33,3 +38,36 @@ def numbers_section(tables: Mapping[str, pd.DataFrame], folded: Sequence[str]) -
 def folded_terms() -> str:
     """Return the terms of the pages in plain words as folded HTML."""
     return folded_table("Terms in words", pd.DataFrame(list(TERMS.items()), columns=["term", "in words"]))
+
+
+def ppo_numbers_section(facts: Facts, results: PPOResults, curves: Curves) -> Section:
+    """Return the section of one run of PPO: key numbers, times, configuration and the user's code."""
+    metrics = informative(facts.content.metrics, [PageLine("this run", curves)])
+    tables = {"Whole run": _whole_run(facts, results), "First and last value": first_and_last(metrics, curves)}
+    if isinstance(results, LanguageResults) and (measured := results.figures.numerical_accuracy) is not None:
+        title = f"Log-probs of {measured.tokens:,} tokens at the start, distance from float64"
+        rows = [
+            ("deterministic", measured.deterministic_rms, measured.deterministic_max),
+            (f"stock {measured.stock}", measured.stock_rms, measured.stock_max),
+        ]
+        tables[title] = pd.DataFrame(rows, columns=["numerics", "rms, nats", "largest, nats"])
+    spent = by_phase(facts.run_dir, facts.manifest, phases_of(facts.iterations))
+    seconds = pd.DataFrame([(phase, round(value, 1)) for phase, value in spent.items()], columns=["phase", "seconds"])
+    folded = [
+        folded_table("Where the time went", seconds),
+        folded_text("Configuration", facts.config_text),
+        *(folded_text(f"Code: {name}", text) for name, text in facts.code.items()),
+    ]
+    return numbers_section(tables, folded)
+
+
+def _whole_run(facts: Facts, results: PPOResults) -> pd.DataFrame:
+    counts = results.agreement
+    rows = [
+        ("iterations", f"{len(facts.iterations):,} of {facts.config.iterations:,}"),
+        *((total.title, int(facts.iterations[total.key].sum())) for total in facts.content.totals),
+        ("optimizer steps", len(facts.steps)),
+        (f"unequal old and rollout log-probs, {facts.content.token_unit}", counts.unequal_old_rollout_logprobs),
+        ("largest |old - rollout|, nats", counts.max_abs_old_rollout),
+    ]
+    return pd.DataFrame(rows, columns=["quantity", "value"])

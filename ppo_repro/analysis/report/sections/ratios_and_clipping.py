@@ -13,22 +13,22 @@ import pandas as pd
 
 from ppo_repro.analysis.clip_flags import DRAWN, Effect, flags_with
 from ppo_repro.analysis.clip_rules import ClipRule, token_rule
-from ppo_repro.analysis.html.charts import Line, Rule, axis_for, line_chart
+from ppo_repro.analysis.html.axes import axis_for
+from ppo_repro.analysis.html.charts import Line, Rule, line_chart
 from ppo_repro.analysis.html.markup import number, share
 from ppo_repro.analysis.html.page import Figure, Section
 from ppo_repro.analysis.report.data.page_numbers import QUANTILES, PageNumbers
 from ppo_repro.analysis.report.data.run_facts import Facts
 from ppo_repro.config.algorithm import FunctionObjective
-from ppo_repro.config.control import ControlConfig
 from ppo_repro.config.run import RunConfig
 
 
-def clipping_section(facts: Facts, iterations: pd.DataFrame, steps: pd.DataFrame, numbers: PageNumbers) -> Section:
+def clipping_section(facts: Facts, numbers: PageNumbers) -> Section:
     """Return the section about ratios and clipping; if no ratio is finite, a sentence replaces the figures."""
     title = "Ratios and clipping"
     if not len(numbers.ratios):
         return Section("clipping", title, ("No ratio is finite, so there is no figure of them.",))
-    rules = clip_rules(facts.ppo, iterations, steps)
+    rules = clip_rules(facts)
     drawn = [
         ratio_figure(ratios_by_step(numbers.ratios), rules),
         extremes_figure(extreme_ratios(numbers.ratios), rules),
@@ -38,21 +38,19 @@ def clipping_section(facts: Facts, iterations: pd.DataFrame, steps: pd.DataFrame
     notes: tuple[str, ...] = ()
     if isinstance(facts.config, RunConfig) and isinstance(facts.config.ppo.objective, FunctionObjective):
         name = Path(facts.config.ppo.objective.path).name
-        says = "says" if steps["clip_fraction"].notna().any() else "does not say"
+        says = "says" if facts.own_steps["clip_fraction"].notna().any() else "does not say"
         notes = (f"{name}, the objective of this run, {says} which tokens it cut.",)
     elif isinstance(facts.config, RunConfig) and not rules:
         notes = (f"The objective {facts.config.ppo.objective.kind} does not clip by a token's ratio.",)
     return Section("clipping", title, notes, drawn)
 
 
-def clip_rules(config: RunConfig | ControlConfig, iterations: pd.DataFrame, steps: pd.DataFrame) -> list[Rule]:
+def clip_rules(facts: Facts) -> list[Rule]:
     """Return the bounds of the ratio in the last iteration as lines; [] for an objective that does not clip by it."""
-    ranges = (steps if isinstance(config, ControlConfig) else iterations)["clip_range"]
+    config = facts.config
+    ranges = (facts.own_iterations if isinstance(config, RunConfig) else facts.own_steps)["clip_range"]
     last = float(ranges.iloc[-1])
-    if isinstance(config, ControlConfig):
-        rule: ClipRule | None = ClipRule("token", "rollout", last, last)
-    else:
-        rule = token_rule(config.ppo, last)
+    rule = token_rule(config.ppo, last) if isinstance(config, RunConfig) else ClipRule("token", "rollout", last, last)
     if rule is None:
         return []
     low, high, when = 1.0 - rule.low, 1.0 + rule.high, " (last iteration)" if ranges.nunique() > 1 else ""

@@ -11,11 +11,11 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from ppo_repro.analysis.html.charts import Axis, Line, axis_for, bar_chart, line_chart
+from ppo_repro.analysis.html.axes import Axis, Tick, axis_for
+from ppo_repro.analysis.html.charts import Line, bar_chart, line_chart
 from ppo_repro.analysis.html.markup import number
 from ppo_repro.analysis.html.page import Figure, Section, Statement
-from ppo_repro.analysis.report.data.mismatch_cause import RunMismatch
-from ppo_repro.analysis.report.data.page_numbers import DELTA_EDGES, Counts
+from ppo_repro.analysis.report.data.page_numbers import DELTA_EDGES, Counts, RunMismatch
 from ppo_repro.records.logprob_pairs import LAG, ROUTE, ROUTES, TURN
 
 
@@ -53,34 +53,30 @@ BUCKETS = {
 BUCKET_COLUMNS = ["lo", "hi", "n_tokens", "abs_mean", "abs_p99", "abs_max"]
 
 
-def cause_statement(found: RunMismatch | None) -> Statement:
+def cause_statement(mismatch: RunMismatch | None) -> Statement:
     """Return the sentence about the cause of a difference between sampler and trainer."""
-    if found is None:
+    if mismatch is None:
         text = "Cause of the difference: no token has two finite log-probs; find out where the others come from."
         return Statement("fact", text)
-    cause = found.cause
+    cause = mismatch.cause
     untested = f"; not tested: {', '.join(cause.untested)}" if cause.untested else ""
     text = f"Cause of the difference: {cause.verdict}{untested} (tier {cause.tier}).".replace("_", " ")
     return Statement("fact", f"{text} {cause.advice}")
 
 
-def mismatch_figures(found: RunMismatch) -> list[Figure]:
-    """Draw the mismatch by probability, position, lag, turn and route, and over the iterations."""
-    kinds = set(found.buckets["kind"])
-    drawn = [bucket_figure(found.buckets, kind) for kind in BUCKETS if kind in kinds]
-    return [*drawn, divergence_figure(found.metrics)]
-
-
-def mismatch_section(counts: Counts, by_bucket: list[Figure], draws: list[Figure]) -> Section:
+def mismatch_section(counts: Counts, mismatch: RunMismatch | None, draws: list[Figure]) -> Section:
     """Return the section about mismatch and draws; if no difference can be drawn, a sentence replaces its figures."""
-    unequal, title = int(counts.deltas.sum()), "Sampler and trainer"
-    equal = counts.agreement.tokens - unequal - counts.nonfinite_deltas
-    if not unequal:
+    equal, title = counts.zero_deltas, "Sampler and trainer"
+    if not counts.deltas.any():
         finite = " finite" if counts.nonfinite_deltas else ""
         which = f"All {equal:,}{finite} differences are exactly 0" if equal else "No difference is finite"
         return Section("mismatch", title, [f"{which}, so there is no distribution of them to draw."], draws)
-    delta = delta_figure(counts.deltas, equal)
-    return Section("mismatch", title, figures=[delta, *by_bucket, *draws])
+    figures = [delta_figure(counts.deltas, equal)]
+    if mismatch is not None:
+        kinds = set(mismatch.buckets["kind"])
+        figures += [bucket_figure(mismatch.buckets, kind) for kind in BUCKETS if kind in kinds]
+        figures.append(divergence_figure(mismatch.metrics))
+    return Section("mismatch", title, figures=[*figures, *draws])
 
 
 def delta_figure(counted: npt.NDArray[np.int64], equal: int) -> Figure:
@@ -98,7 +94,7 @@ def delta_figure(counted: npt.NDArray[np.int64], equal: int) -> Figure:
         "where one side has more, the error is a bias."
     )
     alt = f"Tokens by size of the log-prob difference, of which {int(counted.sum()):,} are not 0."
-    chart = bar_chart(edges, [(name, row.astype(np.float64)) for name, row in groups.items()], x, y, alt)
+    chart = bar_chart(edges, {name: row.astype(np.float64) for name, row in groups.items()}, x, y, alt)
     numbers = pd.DataFrame({"from (nats)": edges[:-1], "to (nats)": edges[1:], **groups})
     return Figure("Log-prob difference", chart, caption, numbers)
 
@@ -117,17 +113,17 @@ def bucket_figure(buckets: pd.DataFrame, kind: str) -> Figure:
         f"{number(values['mean'][-1])} in the last."
     )
     names = [f"{words.axis} {_short(lo)} to {_short(hi)}" for lo, hi in zip(filled["lo"], filled["hi"], strict=True)]
-    chart = bar_chart(np.arange(len(filled) + 1, dtype=np.float64), list(values.items()), x, y, alt, names)
+    chart = bar_chart(np.arange(len(filled) + 1, dtype=np.float64), values, x, y, alt, names)
     return Figure(words.title, chart, words.caption, filled)
 
 
-def _ticks(filled: pd.DataFrame, kind: str) -> tuple[tuple[float, str], ...]:
-    """Return place and label of the ticks: a route's in the middle of its bucket, else some ends of buckets."""
+def _ticks(filled: pd.DataFrame, kind: str) -> tuple[Tick, ...]:
+    """Return the ticks: a route in the middle of its bucket, or else some ends of buckets."""
     if kind == ROUTE:
-        return tuple((k + 0.5, ROUTES[int(route)]) for k, route in enumerate(filled["lo"]))
+        return tuple(Tick(k + 0.5, ROUTES[int(route)]) for k, route in enumerate(filled["lo"]))
     ends = [_short(value) for value in [*filled["lo"], filled["hi"].iloc[-1]]]
     every = max(1, len(ends) // 8)
-    return tuple((float(k), end) for k, end in enumerate(ends) if k % every == 0)
+    return tuple(Tick(float(k), end) for k, end in enumerate(ends) if k % every == 0)
 
 
 def divergence_figure(metrics: pd.DataFrame) -> Figure:

@@ -1,4 +1,4 @@
-"""Show responses to held-out prompts: of one run at every evaluation, of two runs at the last one."""
+"""Show responses: to held-out prompts of one run at every evaluation, of two runs at the last one; token by token."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ import pandas as pd
 
 from ppo_repro.analysis.html.markup import Html, differences, element, escape, evenly_spread, number, table
 from ppo_repro.analysis.html.page import Section, scrolled
+from ppo_repro.analysis.html.token_area import token_area
+from ppo_repro.analysis.report.data.chosen_responses import MAX_TOKENS
 from ppo_repro.analysis.report.data.run_facts import Facts
+from ppo_repro.analysis.report.data.token_view import TokenView
 from ppo_repro.records import manifest, reader
 
 HELD_OUT_PROMPTS = 6
@@ -80,8 +83,8 @@ def last_responses_section(runs: Mapping[str, Facts]) -> list[Section]:
     if not both:
         return []
     both.sort(key=lambda rows: rows[0]["response"] == rows[1]["response"])  # different ones first
-    different = sum(of_a["response"] != of_b["response"] for of_a, of_b in both)
-    cards = [_last_responses(of_a, of_b, list(runs)) for of_a, of_b in both[:PROMPTS_OF_TWO_RUNS]]
+    different = sum(row_a["response"] != row_b["response"] for row_a, row_b in both)
+    cards = [_last_responses(row_a, row_b, list(runs)) for row_a, row_b in both[:PROMPTS_OF_TWO_RUNS]]
     moments = " and ".join(
         f"{name} at the end" if _is_at_the_end(facts, iteration) else f"{name} before iteration {iteration}"
         for (name, facts), iteration in zip(runs.items(), last, strict=True)
@@ -93,15 +96,15 @@ def last_responses_section(runs: Mapping[str, Facts]) -> list[Section]:
     return [Section("samples", "Last responses", (note,), blocks=[element("div", "".join(cards), class_="cards")])]
 
 
-def _last_responses(of_a: pd.Series, of_b: pd.Series, names: Sequence[str]) -> str:
+def _last_responses(row_a: pd.Series, row_b: pd.Series, names: Sequence[str]) -> str:
     """Return the responses of two runs to one prompt as HTML; marks show where they differ."""
-    parts = differences(*(_shortened(str(row["response"])) for row in (of_a, of_b)))
+    parts = differences(*(_shortened(str(row["response"])) for row in (row_a, row_b)))
     columns: dict[str, Any] = {
         "run": names,
         "response": [_side(parts, "-", "only-a"), _side(parts, "+", "only-b")],
-        "score": [float(row["scores"]) for row in (of_a, of_b)],
+        "score": [float(row["scores"]) for row in (row_a, row_b)],
     }
-    return _prompt_table(str(of_a["prompt"]), str(of_a["answer"]), pd.DataFrame(columns, dtype=object))
+    return _prompt_table(str(row_a["prompt"]), str(row_a["answer"]), pd.DataFrame(columns, dtype=object))
 
 
 def _side(parts: Sequence[tuple[str, str]], kind: str, class_: str) -> Html:
@@ -128,3 +131,16 @@ def _shortened(text: str) -> str:
         return text
     half = SHOWN_CHARACTERS // 2
     return f"{text[:half]} … {number(missing)} more characters … {text[-half:]}"
+
+
+def token_section(view: TokenView, recorded: int) -> Section:
+    """Return the section that shows `view`; the run has `recorded` responses."""
+    needs = element("noscript", element("p", "The token view needs the script inside this page."))
+    shown = number(len(view["responses"]))
+    note = (
+        f"{shown} of {number(recorded)} responses: in turn those with the largest |old - rollout| difference, the most "
+        "clipped token updates, the best score, the worst score (the latest first), and the first "
+        f"responses of the first and of the last iteration; at most {number(MAX_TOKENS)} tokens. ppo-repro view "
+        "shows every response."
+    )
+    return Section("tokens", "Tokens", (note,), blocks=(needs, token_area()))

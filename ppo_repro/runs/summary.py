@@ -178,6 +178,7 @@ def on_policy_lines(results: PPOResults) -> list[Line]:
     """Return lines on the agreement of sampler and trainer: log-probs, ratios, values, draws, accuracy."""
     counts = results.agreement
     anchor = results.config.ppo.ratio_anchor if isinstance(results, LanguageResults) else "rollout"
+    has_ratios = isinstance(results, ControlResults) or results.config.ppo.objective.kind != "policy_gradient"
     has_values = isinstance(results, ControlResults) or results.config.value.kind != "none"
     first = counts.first_minibatch_tokens
     exact = f"{first - counts.unequal_first_ratios:,} of {first:,}"
@@ -185,7 +186,7 @@ def on_policy_lines(results: PPOResults) -> list[Line]:
     values = f"{counts.unequal_values:,} of {first:,} recomputed values differ from the recorded ones"
     lines = [
         logprobs_line(counts),
-        _counted(counts.unequal_first_ratios, ratios),
+        *([_counted(counts.unequal_first_ratios, ratios)] if has_ratios else []),
         *([_counted(counts.unequal_values, values)] if has_values else []),
         Line("fact", f"largest |old - rollout| log-prob difference {counts.max_abs_old_rollout:.3g} nats"),
     ]

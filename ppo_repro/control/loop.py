@@ -19,13 +19,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ppo_repro.base.clock import OTHER, Clock
+from ppo_repro.base.processes import SLOTS
 from ppo_repro.config.control import ControlConfig
 from ppo_repro.control.buffers import Advantages, ControlIteration, ForwardPass, MinibatchUpdate, Rollout
 from ppo_repro.control.environments import Environments
 from ppo_repro.control.networks import Agent
 from ppo_repro.numerics import library
 from ppo_repro.numerics.adamw import AdamWSettings
-from ppo_repro.numerics.optimizer import SLOTS, Optimizer
+from ppo_repro.numerics.optimizer import Optimizer
 from ppo_repro.numerics.sequences import single_row_sequences, slots_of
 from ppo_repro.numerics.sums import mean_of
 from ppo_repro.numerics.weights import weights_digest

@@ -16,9 +16,9 @@ import torch
 
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.output import size
+from ppo_repro.base.processes import SLOTS
 from ppo_repro.config.algorithm import LoraConfig, SeparateValue, ValueHead
 from ppo_repro.config.run import RunConfig
-from ppo_repro.numerics.optimizer import SLOTS
 from ppo_repro.numerics.shards import MESSAGE
 from ppo_repro.runs.kept_checkpoints import FLOAT, MOMENTS
 from ppo_repro.runs.model_sizes import Model, Shape, Shapes, shapes_of

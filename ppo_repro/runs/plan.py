@@ -21,7 +21,7 @@ from ppo_repro.config.algorithm import LoraConfig, SeparateValue, ValueHead
 from ppo_repro.config.run import RunConfig
 from ppo_repro.numerics.shards import MESSAGE
 from ppo_repro.runs.kept_checkpoints import FLOAT, MOMENTS
-from ppo_repro.runs.model_sizes import Model, Shape, Shapes, shapes_of
+from ppo_repro.runs.model_sizes import Model, Shape, Sizes, sizes_of
 from ppo_repro.stages.forward import LOGITS_AT_ONCE
 
 PHASES = ("loading", "rollout", "scoring", "update")
@@ -81,15 +81,15 @@ def plan_run(config: RunConfig, processes: int = 1) -> Plan:
 
     Raises UserError for an unknown model.
     """
-    return _planned(config, shapes_of(config), processes)
+    return _planned(config, sizes_of(config), processes)
 
 
-def _planned(config: RunConfig, shapes: Shapes, processes: int) -> Plan:
-    policy, value, models = shapes
+def _planned(config: RunConfig, sizes: Sizes, processes: int) -> Plan:
+    models = sizes.models
     device, deterministic = config.layout.device, config.numerics.mode == "deterministic"
     if device != "cpu" and not deterministic:
         raise UserError(f"layout.device = {device}: plan needs numerics.mode = deterministic there")
-    rows = {**_of_weights(config, policy, models, processes), **_of_passes(config, policy, value, processes)}
+    rows = {**_of_weights(config, sizes.policy, models, processes), **_of_passes(config, sizes, processes)}
     rows = {name: row for name, row in rows.items() if any(row.values())}
     if processes == 1:
         rows = {name: {phase: row[phase] for phase in row if phase != SAVING} for name, row in rows.items()}
@@ -171,8 +171,9 @@ def _gradients(config: RunConfig, trained: list[Model], processes: int) -> int:
     return FLOAT * arrays * sum(model.collected for model in trained)
 
 
-def _of_passes(config: RunConfig, policy: Shape, value: Shape | None, processes: int) -> Rows:
+def _of_passes(config: RunConfig, sizes: Sizes, processes: int) -> Rows:
     """Return the rows of what a process holds while it samples, scores and trains the longest sequences."""
+    policy = sizes.policy
     layout, context, responses = config.layout, config.numerics.max_context, config.rollout.max_response_tokens
     sequences, row, vocabulary = config.sequences_per_iteration, context - 1, policy.struct.vocabulary
     forward = _micro_batch(layout.forward_micro_batch, sequences, processes)
@@ -186,7 +187,7 @@ def _of_passes(config: RunConfig, policy: Shape, value: Shape | None, processes:
         "activations": {
             "rollout": policy.forward(seats * (context - responses)),
             "scoring": policy.forward(forward * row) + policy.cache(forward * row),
-            "update": max(s.step(update * row, layout.gradient_checkpointing) for s in (policy, value) if s),
+            "update": max(s.step(update * row, layout.gradient_checkpointing) for s in (policy, sizes.value) if s),
         },
         "kept tokens": dict.fromkeys(PHASES[1:], kept_sets),
         "KV cache": {"rollout": policy.cache(seats * ceil(context / 16) * 16)},
@@ -206,24 +207,24 @@ def savings(config: RunConfig, processes: int = 1) -> list[tuple[str, int]]:
     Fields of `layout` come first, because they change no result; adapters follow. A change that lowers the peak by less
     than a tenth is left out.
     """
-    shapes, savings_so_far = shapes_of(config), list[tuple[str, int]]()
-    peak, untried = _planned(config, shapes, processes).peak, list(SMALLER)
+    sizes, lower_peaks = sizes_of(config), list[tuple[str, int]]()
+    peak, untried = _planned(config, sizes, processes).peak, list(SMALLER)
     while untried:
         changed = [_changed(config, "layout", name, value) for name, value in untried]
-        peaks = [_planned(candidate, shapes, processes).peak for candidate in changed]
+        peaks = [_planned(candidate, sizes, processes).peak for candidate in changed]
         best = peaks.index(min(peaks))
         if peaks[best] > LEAST_SAVED * peak:
             break
         config, peak = changed[best], peaks[best]
         name, value = untried[best]
-        savings_so_far.append((f"layout.{name}={json.dumps(value)}", peak))
+        lower_peaks.append((f"layout.{name}={json.dumps(value)}", peak))
         untried = [pair for pair in untried if pair[0] != name]
     for field, adapted in _with_adapters(config):
         lower = plan_run(adapted, processes).peak
         if lower <= LEAST_SAVED * peak:
             peak = lower
-            savings_so_far.append((f"{field}={ADAPTER}", peak))
-    return savings_so_far
+            lower_peaks.append((f"{field}={ADAPTER}", peak))
+    return lower_peaks
 
 
 def _changed(config: RunConfig, section: str, name: str, value: object) -> RunConfig:

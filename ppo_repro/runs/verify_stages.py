@@ -108,8 +108,8 @@ def recompute(run_dir: Path, recorded: Manifest) -> Recomputed | None:
     Raises:
         UserError: a table cannot be read, or a function of the user's fails.
     """
-    own = recorded.own_iterations
-    if not manifest.has_responses(recorded) or not own:
+    iterations = recorded.own_iterations
+    if not manifest.has_responses(recorded) or not iterations:
         return None
     config = load_recorded_config(run_dir)
     # level `full` computes all columns that follow from the records, whatever level the run recorded
@@ -121,7 +121,7 @@ def recompute(run_dir: Path, recorded: Manifest) -> Recomputed | None:
     if config.numerics.mode == "native":
         torch.set_num_threads(config.layout.threads)  # they divide long tensors
     processes = processes_by_iteration(run_dir, recorded)
-    for iteration in own:
+    for iteration in iterations:
         records = read_iteration(run_dir, recorded, iteration)
         missing = _unrecorded(config, records)
         for stage, column in missing.items():
@@ -134,11 +134,11 @@ def recompute(run_dir: Path, recorded: Manifest) -> Recomputed | None:
             count, difference = _compare(config, recorded, records, tables, stage)
             compared[stage] = compared.get(stage, 0) + count
             if difference is not None:
-                return Recomputed(iteration + 1 - own.start, compared, left_out, stage, difference)
+                return Recomputed(iteration + 1 - iterations.start, compared, left_out, stage, difference)
         coefficients = next_coefficients(
             config, coefficients, item.forward, item.advantages, item.updates, len(item.rollout.lengths)
         )
-    return Recomputed(len(own), compared, left_out, None, None)
+    return Recomputed(len(iterations), compared, left_out, None, None)
 
 
 def _unrecorded(config: RunConfig, records: Records) -> dict[Stage, str]:

@@ -19,8 +19,8 @@ from experiments.benchmarks.peers import process
 from experiments.benchmarks.ppo_step import PROMPTS, QUESTION, own
 from experiments.benchmarks.timing import Cost, Measured
 from experiments.benchmarks.workload import SIZES
+from ppo_repro.base.processes import processes
 from ppo_repro.base.ranks import joined
-from ppo_repro.commands.runs import processes
 
 ONE, TWO = "1 process, 2 threads", "2 processes, 1 thread each"
 

@@ -9,6 +9,7 @@ from typing import Any
 from ppo_repro import __version__
 from ppo_repro.base.latest import LATEST, RUNS
 from ppo_repro.base.output import Parser
+from ppo_repro.base.processes import SIZES
 from ppo_repro.commands import analyse, audit
 from ppo_repro.commands.grid import grid_command
 from ppo_repro.commands.recorded import (
@@ -19,7 +20,7 @@ from ppo_repro.commands.recorded import (
     verify_command,
     view_command,
 )
-from ppo_repro.commands.runs import SIZES, fork_command, rerun_command, resume_command, run_command
+from ppo_repro.commands.runs import fork_command, rerun_command, resume_command, run_command
 from ppo_repro.commands.start import FETCHED, RECIPES, fields_command, init_command, plan_command
 from ppo_repro.commands.values import JSON, count, iterations, path, positive, rate, run_path
 

@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from ppo_repro.base import interrupts
 from ppo_repro.base.errors import PromiseBroken, RankLost, Terminated, UserError, mistakes_in
 from ppo_repro.base.output import SECONDS_TO_SPEAK, one_line, prepare_streams, say, say_here, speaks
+from ppo_repro.base.processes import processes
 from ppo_repro.base.program import refused, require_stdout
 from ppo_repro.commands.arguments import build_parser
-from ppo_repro.commands.runs import fork_command, processes, rerun_command, resume_command, run_command
+from ppo_repro.commands.runs import fork_command, rerun_command, resume_command, run_command
 from ppo_repro.user.file import described, raised_by_user
 
 

@@ -126,7 +126,7 @@ def verify_command(arguments: argparse.Namespace) -> int:
 
     recorded = manifest.load(arguments.run)
     whole = verify_files(arguments.run, recorded)
-    whole = dataclasses.replace(whole, status=state_of(arguments.run, whole.status))
+    whole = dataclasses.replace(whole, status=state_of(arguments.run, recorded.status))
     again, lines = None, whole.lines()
     if not arguments.files:
         say(f"{arguments.run}: computing from the records alone")

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import argparse
-import os
 import shlex
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from ppo_repro.base.clock import OTHER, Clock
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.files import MANIFEST
 from ppo_repro.base.latest import RUNS
 from ppo_repro.base.output import print_json, print_result, say, tell
+from ppo_repro.base.processes import processes
 from ppo_repro.commands.recorded import report_difference
-from ppo_repro.records.run_state import how_to_go_on
+from ppo_repro.records.remedies import how_to_go_on
 from ppo_repro.tracking.follower import Copies, followed, targets_of
 
 if TYPE_CHECKING:
@@ -29,30 +29,53 @@ if TYPE_CHECKING:
     from ppo_repro.runs.fork_plan import Fork
     from ppo_repro.runs.kind import RunKind
 
-Planned = TypeVar("Planned")
-SIZES = (1, 2, 4, 8)  # numbers of processes whose sums are whole subtrees of a minibatch's sum
+Subject = TypeVar("Subject")
 
 
-def processes() -> tuple[int, int]:
-    """Return rank and number of processes as torchrun sets them, 0 and 1 without torchrun.
+@dataclass(frozen=True)
+class _Planned(Generic[Subject]):
+    """What the first process finds out before the slow import of torch."""
 
-    Raises UserError for a number that is not in SIZES.
-    """
-    texts = [os.environ.get(name, default) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"))]
-    if not all(text.isdecimal() for text in texts):
-        raise UserError(f"RANK, WORLD_SIZE = {', '.join(texts)}: must be counts, as torchrun sets them")
-    rank, size = map(int, texts)
-    if size <= 1:
-        return 0, 1
-    if size not in SIZES:
-        raise UserError(f"torchrun --nproc-per-node: {size} processes were started; a run takes 1, 2, 4 or 8")
-    if rank >= size:
-        raise UserError(f"RANK, WORLD_SIZE = {rank}, {size}: the first must be smaller, as torchrun sets them")
-    return rank, size
+    kind: Kind
+    folder: Path  # of the run
+    subject: Subject  # the configuration of a new run, or the plan of a fork; None for a recorded run
+
+
+@dataclass(frozen=True)
+class _Recording(Generic[Subject]):
+    """A run that a command computes and records."""
+
+    planned: _Planned[Subject]
+    kind: RunKind[Any, Any]
+    clock: Clock  # since the command began
+    tracking: AbstractContextManager[None]
+    copies: Copies  # for trackers
+
+    def report(self, as_json: bool, seconds: dict[str, float] | None) -> int:
+        """Print the summary of the complete run in the first process, and return the exit code.
+
+        `seconds` by phase replace the recorded ones.
+        """
+        if self.kind.ranks.is_first:
+            _print_summary(self.planned.folder, as_json, seconds, self.copies)
+        return 0
 
 
 @contextmanager
-def _working_together(plan: Callable[[], Planned]) -> Iterator[tuple[Ranks, Watcher, Planned]]:
+def _recording(arguments: argparse.Namespace, plan: Callable[[], _Planned[Subject]]) -> Iterator[_Recording[Subject]]:
+    """Plan a run, and yield what computes it; `run`, `resume` and `fork` do so in this block."""
+    clock, copies = Clock(), Copies()
+    targets = targets_of(arguments.track, arguments.tensorboard)
+    with _working_together(plan) as (ranks, watcher, planned), _resumable(planned.folder, ranks):
+        tracking = followed(planned.folder, copies, targets if ranks.is_first else ())
+        yield _Recording(planned, _executed_by(planned.kind, watcher, ranks), clock, tracking, copies)
+        clock.lap("tracking" if targets else OTHER)
+
+
+@contextmanager
+def _working_together(
+    plan: Callable[[], _Planned[Subject]],
+) -> Iterator[tuple[Ranks, Watcher, _Planned[Subject]]]:
     """Yield the processes of this command, the watcher that prints progress in the first process, and a plan.
 
     The first process alone makes the plan, because it alone has the files that the user names.
@@ -110,36 +133,32 @@ def run_command(arguments: argparse.Namespace) -> int:
     """Run PPO on a language model or in Gymnasium, or DPO; record every buffer, print a summary."""
     from ppo_repro.records.label import label_of
 
-    label, clock, copies = label_of(arguments.name, arguments.notes, arguments.tag), Clock(), Copies()
-    targets = targets_of(arguments.track, arguments.tensorboard)
-    plan = partial(_plan_run, arguments)
-    with _working_together(plan) as (ranks, watcher, (kind, config, folder)), _resumable(folder, ranks):
+    label = label_of(arguments.name, arguments.notes, arguments.tag)
+    with _recording(arguments, partial(_plan_run, arguments)) as recording:
         from ppo_repro.runs.run import run
 
-        copying = followed(folder, copies, targets if ranks.is_first else ())
-        run(_executed_by(kind, watcher, ranks), config, arguments.out, clock, copying, label)
-        clock.lap("tracking" if targets else OTHER)
-    if ranks.is_first:
-        _report_run(folder, clock.with_total(), arguments.json, copies)
-    return 0
+        config = recording.planned.subject
+        run(recording.kind, config, arguments.out, recording.clock, recording.tracking, label)
+    return recording.report(arguments.json, recording.clock.with_total())
 
 
-def _plan_run(arguments: argparse.Namespace) -> tuple[Kind, AnyConfig, Path]:
-    """Read and check the configuration of a new run; return its kind, the configuration and the run's folder."""
+def _plan_run(arguments: argparse.Namespace) -> _Planned[AnyConfig]:
+    """Read and check the configuration of a new run."""
     from ppo_repro.config.files import load_any
     from ppo_repro.config.inputs import run_folder
     from ppo_repro.config.run import RunConfig
 
     kind, config = load_any(arguments.config, arguments.set)
     if arguments.unchecked:
-        own = config.functions if isinstance(config, RunConfig) else {}
-        if not own:
+        functions = config.functions if isinstance(config, RunConfig) else {}
+        if not functions:
             raise UserError("--unchecked: this configuration has no function of your own; leave it out")
-        kind, config = load_any(arguments.config, [*arguments.set, *(f"{f}.checked=false" for f in own)])
+        unchecked = [f"{field}.checked=false" for field in functions]
+        kind, config = load_any(arguments.config, [*arguments.set, *unchecked])
     folder = run_folder(config, arguments.out)
     say(f"{config.experiment}, seed {config.seed}: {config.iterations} iterations into {folder}")
     _require_startable(folder, config)
-    return kind, config, folder
+    return _Planned(kind, folder, config)
 
 
 def _require_startable(folder: Path, config: AnyConfig) -> None:
@@ -158,29 +177,31 @@ def _require_startable(folder: Path, config: AnyConfig) -> None:
 def resume_command(arguments: argparse.Namespace) -> int:
     """Continue a run that was killed, interrupted or failed; exit 1 if an iteration computed again differs."""
     say(f"{arguments.run}: going on after what is recorded")
-    targets, copies = targets_of(arguments.track, arguments.tensorboard), Copies()
-    plan = partial(_kind_to_resume, arguments.run)
-    with _working_together(plan) as (ranks, watcher, kind), _resumable(arguments.run, ranks):
+    with _recording(arguments, partial(_plan_resume, arguments.run)) as recording:
         from ppo_repro.runs.resume import resume
 
-        copying = followed(arguments.run, copies, targets if ranks.is_first else ())
-        executed = _executed_by(kind, watcher, ranks)
-        resumed = resume(executed, arguments.run, arguments.set, arguments.inputs, copying)
-    if not ranks.is_first:
-        return 0
-    where = f"resumed from iteration {resumed.start}" if resumed.start else "computed again from the beginning"
-    again = resumed.recorded - resumed.start
-    say(where + (f"; {again} recorded iterations came out identical" if again else ""))
-    _report_run(arguments.run, None, arguments.json, copies)
-    return 0
+        resumed = resume(recording.kind, arguments.run, arguments.set, arguments.inputs, recording.tracking)
+    if recording.kind.ranks.is_first:
+        where = f"resumed from iteration {resumed.start}" if resumed.start else "computed again from the beginning"
+        again = resumed.recorded - resumed.start
+        say(where + (f"; {again} recorded iterations came out identical" if again else ""))
+    return recording.report(arguments.json, None)
 
 
-def _kind_to_resume(run_dir: Path) -> Kind:
+def _plan_resume(run_dir: Path) -> _Planned[None]:
+    """Find the kind of a recorded run that no other process writes."""
     from ppo_repro.base.lock import require_no_writer
 
-    kind = _kind_of(run_dir)
+    planned = _plan_recorded(run_dir)
     require_no_writer(run_dir)
-    return kind
+    return planned
+
+
+def _plan_recorded(run_dir: Path) -> _Planned[None]:
+    """Find the kind of a recorded run."""
+    from ppo_repro.records.manifest import load_head
+
+    return _Planned(load_head(run_dir).kind, run_dir, None)
 
 
 def fork_command(arguments: argparse.Namespace) -> int:
@@ -188,33 +209,28 @@ def fork_command(arguments: argparse.Namespace) -> int:
     say(f"{arguments.run}: a new run from one of its checkpoints")
     from ppo_repro.records.label import label_of
 
-    label, clock, copies = label_of(arguments.name, arguments.notes, arguments.tag), Clock(), Copies()
-    targets = targets_of(arguments.track, arguments.tensorboard)
-    with _working_together(partial(_plan_fork, arguments)) as (ranks, watcher, plan), _resumable(plan.folder, ranks):
+    label = label_of(arguments.name, arguments.notes, arguments.tag)
+    with _recording(arguments, partial(_plan_fork, arguments)) as recording:
         from ppo_repro.runs.fork import fork
-        from ppo_repro.runs.language import LanguageKind
 
-        copying = followed(plan.folder, copies, targets if ranks.is_first else ())
-        fork(LanguageKind(watcher, ranks), plan, clock, copying, label)
-        clock.lap("tracking" if targets else OTHER)
-    if ranks.is_first:
-        _report_run(plan.folder, clock.with_total(), arguments.json, copies)
-    return 0
+        fork(recording.kind, recording.planned.subject, recording.clock, recording.tracking, label)
+    return recording.report(arguments.json, recording.clock.with_total())
 
 
-def _plan_fork(arguments: argparse.Namespace) -> Fork:
+def _plan_fork(arguments: argparse.Namespace) -> _Planned[Fork]:
     """Plan a fork, and check what it would read and write."""
+    from ppo_repro.config.files import LANGUAGE
     from ppo_repro.runs.fork_plan import plan_fork
 
     plan = plan_fork(arguments.run, arguments.at, arguments.set, arguments.out, arguments.inputs)
     config, first = plan.config, plan.origin.iteration
     say(f"iterations {first} to {config.iterations - 1} of {config.iterations} into {plan.folder}")
     _require_startable(plan.folder, config)
-    return plan
+    return _Planned(LANGUAGE, plan.folder, plan)
 
 
-def _report_run(run_dir: Path, seconds: dict[str, float] | None, as_json: bool, copies: Copies) -> None:
-    """Print the summary of a complete run; `seconds` by phase replace the recorded ones."""
+def _print_summary(run_dir: Path, as_json: bool, seconds: dict[str, float] | None, copies: Copies) -> None:
+    """Print the summary of a complete run, and where its records, policy and copies are."""
     from ppo_repro.runs.summary import summarise
 
     summary = summarise(run_dir, seconds)
@@ -248,16 +264,10 @@ def _rerun_study(arguments: argparse.Namespace) -> int:
         raise UserError("cells of a study work in one process each; start this without torchrun")
     from ppo_repro.grids import study
 
-    found = study.reproduce(arguments.run, cells, arguments.seed or 0, arguments.out or RUNS, workers)
-    verdict = found.difference or f"identical: {len(found.cells)} cells and the tables of {study.PAGE}"
-    print_result(arguments.json, asdict(found), [*found.cells, f"records     {found.folder}", verdict])
-    return 1 if found.difference else 0
-
-
-def _kind_of(run_dir: Path) -> Kind:
-    from ppo_repro.records.manifest import load_head
-
-    return load_head(run_dir).kind
+    again = study.reproduce(arguments.run, cells, arguments.seed or 0, arguments.out or RUNS, workers)
+    verdict = again.difference or f"identical: {len(again.cells)} cells and the tables of {study.PAGE}"
+    print_result(arguments.json, asdict(again), [*again.cells, f"records     {again.folder}", verdict])
+    return 1 if again.difference else 0
 
 
 def _rerun(arguments: argparse.Namespace) -> int:
@@ -265,11 +275,11 @@ def _rerun(arguments: argparse.Namespace) -> int:
     only: range | None = arguments.iterations
     what = "everything" if only is None else f"iterations {only.start} to {only.stop - 1}"
     say(f"{arguments.run}: computing {what} again, to compare every buffer")
-    with _working_together(partial(_kind_of, arguments.run)) as (ranks, watcher, kind):
+    with _working_together(partial(_plan_recorded, arguments.run)) as (ranks, watcher, planned):
         from ppo_repro.runs.rerun import rerun
 
-        executed = _executed_by(kind, watcher, ranks)
-        report = rerun(executed, arguments.run, arguments.set, arguments.inputs, only)
+        kind = _executed_by(planned.kind, watcher, ranks)
+        report = rerun(kind, arguments.run, arguments.set, arguments.inputs, only)
     if not ranks.is_first:
         return 0 if report.difference is None else 1
     where = "" if only is None else f" from iteration {report.begun}, every number;"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ppo_repro.base.files import check_path
 from ppo_repro.base.latest import run_named
-from ppo_repro.commands.runs import processes
+from ppo_repro.base.processes import processes
 
 JSON = "print one JSON object and nothing else on stdout"  # what --json does
 

@@ -24,7 +24,7 @@ from ppo_repro.config.section import (
     Many,
     NonNegative,
     Positive,
-    Schedule,
+    RateSchedule,
     Section,
     Whitening,
     default_kind,
@@ -381,7 +381,7 @@ class PPOConfig(Section):
     early_stop_kl: Positive | None = Field(None, description="KL (k3), nats/token, that ends epochs; null: none.")
     entropy_coef: NonNegative = Field(0.0, description="Weight of the entropy bonus, nats.")
     learning_rate: NonNegative = Field(description="AdamW learning rate of the policy.")
-    schedule: Schedule = Field("constant", description="How learning rates fall, to 0 after the last iteration.")
+    schedule: RateSchedule = Field("constant", description="How learning rates fall, to 0 after the last iteration.")
     warmup_iterations: Index = Field(0, description="Iterations over which learning rates rise at the start.")
     adam_beta2: BelowOne = Field(0.95, description="AdamW second-moment decay.")
     adam_eps: Positive = Field(1e-8, description="AdamW denominator offset.")

@@ -15,7 +15,7 @@ from ppo_repro.config.section import (
     NonNegative,
     NumericsMode,
     Positive,
-    Schedule,
+    RateSchedule,
     Section,
     Threads,
     Width,
@@ -43,7 +43,7 @@ class ControlPPOConfig(Section):
     epochs: Count = Field(description="Passes over each rollout.")
     minibatch_size: Count = Field(description="Environment steps per optimizer step; divides the rollout.")
     clip_range: Annotated[float, Field(gt=0, lt=1)] = Field(0.2, description="Clip range epsilon of the policy ratio.")
-    clip_range_schedule: Schedule = Field(
+    clip_range_schedule: RateSchedule = Field(
         "constant", description="How clip_range falls, to 0 after the last iteration."
     )
     value_clip_range: Positive | None = Field(None, description="Around the old prediction; null: squared error.")
@@ -54,7 +54,7 @@ class ControlPPOConfig(Section):
     bootstrap_truncated: bool = Field(True, description="Add the last state's value if a time limit ended an episode.")
     whiten_advantages: Literal["minibatch", "iteration", "none"] = Field("minibatch", description="Over which steps.")
     learning_rate: NonNegative = Field(description="Adam learning rate.")
-    learning_rate_schedule: Schedule = Field("constant", description="How it falls, to 0 after the last iteration.")
+    learning_rate_schedule: RateSchedule = Field("constant", description="How it falls, to 0 after the last iteration.")
     adam_eps: Positive = Field(1e-5, description="Adam denominator offset.")
     max_grad_norm: Positive = Field(0.5, description="Gradients are scaled down to this norm over both networks.")
 

@@ -19,13 +19,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ppo_repro.base.clock import OTHER, Clock
+from ppo_repro.base.processes import SLOTS
 from ppo_repro.config.control import ControlConfig
 from ppo_repro.control.buffers import Advantages, ControlIteration, ForwardPass, MinibatchUpdate, Rollout
 from ppo_repro.control.environments import Environments
 from ppo_repro.control.networks import Agent
 from ppo_repro.numerics import library
 from ppo_repro.numerics.adamw import AdamWSettings
-from ppo_repro.numerics.optimizer import SLOTS, Optimizer
+from ppo_repro.numerics.optimizer import Optimizer
 from ppo_repro.numerics.sequences import single_row_sequences, slots_of
 from ppo_repro.numerics.sums import mean_of
 from ppo_repro.numerics.weights import weights_digest
@@ -36,6 +37,7 @@ from ppo_repro.ppo.losses import value_losses
 from ppo_repro.ppo.objectives import Clip, probability_ratios
 from ppo_repro.stages.equal_bits import NamedValues, require_ratios_of_one, require_same_bits
 from ppo_repro.stages.training_batch import minibatches
+from ppo_repro.stages.updates import detached, joined
 
 
 @dataclass
@@ -234,17 +236,17 @@ def update(
         )
         grad_norm, columns = optimizer_step(state, batch, objective, config)
         yield MinibatchUpdate(
-            **columns,
+            **columns._asdict(),
             epoch=epoch,
             minibatch=minibatch,
             tokens=tokens,
             advantages=used,
-            clip_flags=objective.flags(columns["ratios"], used),
-            policy_loss=mean_of(columns["policy_losses"]),
-            surrogate_loss=mean_of(columns["surrogates"]),
-            entropy_loss=0.0 - ppo.entropy_coef * mean_of(columns["new_entropies"]),
-            value_loss=mean_of(columns["value_losses"]),
-            approx_kl=mean_of(kl.k3(batch.rollout_logprobs - columns["new_logprobs"])),
+            clip_flags=objective.flags(columns.ratios, used),
+            policy_loss=mean_of(columns.policy_losses),
+            surrogate_loss=mean_of(columns.surrogates),
+            entropy_loss=0.0 - ppo.entropy_coef * mean_of(columns.new_entropies),
+            value_loss=mean_of(columns.value_losses),
+            approx_kl=mean_of(kl.k3(batch.rollout_logprobs - columns.new_logprobs)),
             learning_rate=learning_rate,
             clip_range=clip_range,
             joint_grad_norm=grad_norm,
@@ -264,41 +266,54 @@ class _Minibatch(NamedTuple):
     returns: Tensor  # [M]
 
 
+class _Columns(NamedTuple):
+    """The outputs of both networks for n environment steps, and the terms of their losses, [n] each."""
+
+    new_logprobs: Tensor
+    ratios: Tensor
+    new_values: Tensor
+    value_clipped: Tensor
+    new_entropies: Tensor
+    policy_losses: Tensor
+    surrogates: Tensor
+    value_losses: Tensor
+
+
 def optimizer_step(
     state: ControlState, batch: _Minibatch, objective: Clip, config: ControlConfig
-) -> tuple[float, dict[str, Tensor]]:
+) -> tuple[float, _Columns]:
     """Take one step on surrogate - entropy_coef entropy + value_coef value loss, mean over the minibatch.
 
     Return the norm of the gradient before clipping, and the columns [M] of the minibatch, computed before the step.
     """
     ppo, agent, count = config.ppo, state.agent, len(batch.advantages)
-    by_chunk: list[dict[str, Tensor]] = []
+    by_micro_batch: list[_Columns] = []
 
     def backward() -> None:
-        for chunk in torch.arange(count).split(config.layout.update_micro_batch or count):
-            part = _Minibatch(*(column[chunk] for column in batch))
-            rows = single_row_sequences(len(chunk), slots_of(chunk.tolist(), count, SLOTS), state.optimizer.sink)
-            outputs = agent.policy(part.observations, rows)
-            logprobs, entropies = agent.distribution.statistics(outputs, part.actions, rows)
-            ratios = probability_ratios(logprobs, part.rollout_logprobs)
-            surrogates = objective.surrogates(ratios, part.advantages, logprobs)
+        for steps in torch.arange(count).split(config.layout.update_micro_batch or count):
+            micro_batch = _Minibatch(*(column[steps] for column in batch))
+            rows = single_row_sequences(len(steps), slots_of(steps.tolist(), count, SLOTS), state.optimizer.sink)
+            outputs = agent.policy(micro_batch.observations, rows)
+            logprobs, entropies = agent.distribution.statistics(outputs, micro_batch.actions, rows)
+            ratios = probability_ratios(logprobs, micro_batch.rollout_logprobs)
+            surrogates = objective.surrogates(ratios, micro_batch.advantages, logprobs)
             policy_losses = surrogates - entropies * ppo.entropy_coef
-            values = agent.values(part.observations, rows)
-            losses, clipped = value_losses(values, part.old_values, part.returns, ppo.value_clip_range)
+            values = agent.values(micro_batch.observations, rows)
+            losses, clipped = value_losses(values, micro_batch.old_values, micro_batch.returns, ppo.value_clip_range)
             # autograd never reduces: each step begins with its part of the mean as its gradient
             weights = torch.full_like(values, 1.0 / count)
             torch.autograd.backward([policy_losses, losses], [weights, weights * ppo.value_coef])
-            columns = {
-                "new_logprobs": logprobs,
-                "ratios": ratios,
-                "new_values": values,
-                "value_clipped": clipped,
-                "new_entropies": entropies,
-                "policy_losses": policy_losses,
-                "surrogates": surrogates,
-                "value_losses": losses,
-            }
-            by_chunk.append({name: column.detach() for name, column in columns.items()})
+            columns = _Columns(
+                new_logprobs=logprobs,
+                ratios=ratios,
+                new_values=values,
+                value_clipped=clipped,
+                new_entropies=entropies,
+                policy_losses=policy_losses,
+                surrogates=surrogates,
+                value_losses=losses,
+            )
+            by_micro_batch.append(detached(columns))
 
     grad_norm = state.optimizer.step(backward)
-    return grad_norm, {name: torch.cat([columns[name] for columns in by_chunk]) for name in by_chunk[0]}
+    return grad_norm, joined(by_micro_batch)

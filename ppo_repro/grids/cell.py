@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
 
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.files import MANIFEST, atomic_write
@@ -19,14 +18,13 @@ from ppo_repro.base.interrupts import held
 from ppo_repro.base.lock import locked_in
 from ppo_repro.records import manifest
 from ppo_repro.records.manifest import Head
+from ppo_repro.records.run_state import CellState
 
 RESULT = "result.json"
 LOG = "log.txt"
 BEGIN = "a new attempt begins"  # in the log
 LOST = 3  # exit code of a cell whose end no process saw
 WRITER_SECONDS = 60.0  # for another process to stop writing the cell's run
-
-State = Literal["missing", "running", "interrupted", "failed", "complete"]
 
 
 @dataclass(frozen=True)
@@ -63,13 +61,13 @@ def run_of(folder: Path) -> Path | None:
     return runs[0] if runs else None
 
 
-def cell_state(folder: Path) -> State:
+def cell_state(folder: Path) -> CellState:
     """Return the state of the cell's run on disk. Raises UserError if its manifest is damaged."""
     run_dir = run_of(folder)
     return state_from(None if run_dir is None else manifest.load_head(run_dir), last_result(folder))
 
 
-def state_from(head: Head | None, last: Result | None) -> State:
+def state_from(head: Head | None, last: Result | None) -> CellState:
     """Return the state of a cell from the manifest of its run and the result of its last attempt, if it has them."""
     if head is not None:
         # a killed process cannot change its status, but the executor that waited for it has written a result

@@ -10,13 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from ppo_repro.base.mode import Mode, is_deterministic_mode
+from ppo_repro.base.processes import SLOTS
 from ppo_repro.base.ranks import ALONE, Ranks
 from ppo_repro.numerics.adamw import AdamW, AdamWSettings, NativeAdamW, OptimizerState
 from ppo_repro.numerics.gradient_sums import GradientSums
 from ppo_repro.numerics.shards import Shards, divided, owned_whole, whole_cuts
 from ppo_repro.numerics.weights import copy_named
-
-SLOTS = 8  # of a minibatch, as in rule 2
 
 
 class NativeGradients:

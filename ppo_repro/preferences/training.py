@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ppo_repro.base.mode import Mode
+from ppo_repro.base.processes import SLOTS
 from ppo_repro.base.ranks import Ranks
 from ppo_repro.base.seeding import permutation
 from ppo_repro.config.dpo import DPOUpdate
@@ -23,7 +24,7 @@ from ppo_repro.models.reward_model import reward_scores
 from ppo_repro.numerics.adamw import AdamWSettings
 from ppo_repro.numerics.gradient_sums import GradientSums
 from ppo_repro.numerics.interface import Ints, ints
-from ppo_repro.numerics.optimizer import SLOTS, Optimizer
+from ppo_repro.numerics.optimizer import Optimizer
 from ppo_repro.numerics.sequences import slots_of_rank
 from ppo_repro.numerics.sums import mean_of
 from ppo_repro.numerics.token_statistics import token_statistics

@@ -14,7 +14,7 @@ import os
 from collections.abc import Iterator, Mapping
 from functools import reduce
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
@@ -23,12 +23,12 @@ from ppo_repro.base.errors import UserError
 from ppo_repro.base.files import MANIFEST, OWN_DIGEST, atomic_write, is_sealed, open_regular, read_regular, sealed
 from ppo_repro.config.files import CONTROL, DPO, LANGUAGE, Kind
 from ppo_repro.records import digests, schema
+from ppo_repro.records.run_state import Status
 
 LOG_NAME = "iterations.jsonl"
 VERSION = 4  # of this file; versions 1 to 3 were written by ppo_repro 0.2 and earlier
 _DAMAGED = "the manifest was changed or damaged"
 _LOG_DAMAGED = "the file was changed or damaged"
-Status = Literal["running", "interrupted", "failed", "complete"]
 # by kind of run: the tables of the fingerprint, and the side tables
 _TABLES: dict[Kind, tuple[tuple[schema.Table, ...], tuple[schema.Table, ...]]] = {
     LANGUAGE: (schema.TABLES, schema.SIDE_TABLES),

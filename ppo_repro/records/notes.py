@@ -36,6 +36,19 @@ def read_environments(run_dir: Path, recorded: Head) -> list[dict[str, Any]]:
     return [read_note(run_dir, recorded, ENVIRONMENT_NAME), *resumed]
 
 
+def processes_by_iteration(run_dir: Path, recorded: Head) -> list[int]:
+    """Return how many processes computed each recorded iteration. Raises UserError if a note is missing or damaged.
+
+    An iteration that a resumed run computed again counts for the resumed run.
+    """
+    processes = [read_note(run_dir, recorded, ENVIRONMENT_NAME)["processes"]] * recorded.num_iterations
+    for name in resumed_notes(recorded):
+        note = read_note(run_dir, recorded, name)
+        start = note["iteration"]
+        processes[start:] = [note["environment"]["processes"]] * len(processes[start:])
+    return processes
+
+
 @dataclass(frozen=True)
 class Accuracy:
     """Differences in nats between the policy's log-probs and the unmodified model in float64, before the first step."""

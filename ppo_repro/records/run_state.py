@@ -1,49 +1,44 @@
-"""The state of a recorded run, and hints on how to continue it. Imports are few, so that --help is quick."""
+"""The states of a run, and of a cell of a grid: who writes them, and who reads them. Imports are few.
+
+manifest.json has a `Status`:
+
+| status | who writes it |
+|---|---|
+| running | `writer.lay_out_run` for a new run, and `runs/resume.py` |
+| interrupted | `runs/run.py`, if Ctrl-C or SIGTERM ends a run with a complete iteration |
+| failed | `runs/run.py`, if another error ends a run with a complete iteration, or if unequal bits end a run |
+| complete | `writer.finish`, with the final results |
+
+`runs/run.py` removes the folder of a run that ends without a complete iteration. A process that is killed writes
+nothing, so the status stays `running`. `reader.open_manifest` refuses a run that is not `complete`, unless its caller
+allows it. `resume` refuses a `complete` run.
+
+Other states are in no manifest. These functions derive them from the files:
+
+| state | who derives it | when |
+|---|---|---|
+| killed | `state_of`, for `show`, `verify`, `view` and `api/` | `running`, but no process writes the run |
+| damaged | `show` of a folder of runs | a file that the list needs cannot be read |
+| missing | `grids/cell.py` | the cell has no run, and no attempt at it has ended |
+| interrupted | `grids/cell.py` | `running`, but the cell's last attempt has ended; or a signal ended it without a run |
+| failed | `grids/cell.py` | the last attempt ended with an error, without a run |
+
+torchrun exits with 1 whatever the exit codes of its processes are, so a cell of several processes that a signal ends
+without a run is `failed`. The next call of `grid` runs every cell that is not `complete`.
+"""
 
 from __future__ import annotations
 
-import shlex
 from pathlib import Path
+from typing import Literal
 
-from ppo_repro.base.files import MANIFEST
 from ppo_repro.base.lock import has_writer
 
+Status = Literal["running", "interrupted", "failed", "complete"]
+RunState = Literal["running", "interrupted", "failed", "complete", "killed"]
+CellState = Literal["missing", "running", "interrupted", "failed", "complete"]
 
-def state_of(run_dir: Path, status: str) -> str:
+
+def state_of(run_dir: Path, status: Status) -> RunState:
     """Return the status of a manifest; `killed` if it is `running` but no process is writing the run."""
     return "killed" if status == "running" and not has_writer(run_dir) else status
-
-
-def how_to_go_on(run_dir: Path) -> str:
-    """Return a sentence: from which iteration `resume` continues a run, and what it computes again."""
-    if not (run_dir / MANIFEST).exists():
-        return "nothing was recorded; start it again"
-    (start, done), resume = _recorded(run_dir), f"`ppo-repro resume {shlex.quote(str(run_dir))}`"
-    if not start:
-        return f"{done} iterations are recorded, without a checkpoint: {resume} computes all of them again"
-    again = f"computes {done - start} again" if done > start else "computes none again"
-    return f"{done} iterations are recorded; {resume} goes on from iteration {start} and {again}"
-
-
-def _recorded(run_dir: Path) -> tuple[int, int]:
-    """Return the last iteration to go on from (0 without a checkpoint), and how many iterations are recorded."""
-    from ppo_repro.records import manifest
-    from ppo_repro.records.folder import starts_of
-
-    head = manifest.load_head(run_dir)
-    return max(starts_of(run_dir, head), default=0), head.num_iterations
-
-
-def how_to_repair(run_dir: Path, field: str) -> str:
-    """Return a sentence on how to continue after the user's function of `field` failed.
-
-    `resume` calls the copy of the function in the run folder.
-    """
-    start, done = _recorded(run_dir)
-    if not start:
-        return f"{done} iterations are recorded, without a checkpoint: correct the function and start again"
-    name = "FILE.py" if field == "task.path" else "FILE.py:NAME"
-    return (
-        f"{done} iterations are recorded: correct the function in your own file, and go on from iteration {start} "
-        f"with `ppo-repro fork {shlex.quote(str(run_dir))} --set {field}={name}`"
-    )

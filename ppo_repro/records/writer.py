@@ -16,7 +16,8 @@ from ppo_repro.config.files import Kind, dump_yaml
 from ppo_repro.config.inputs import Inputs
 from ppo_repro.records import arrow, digests, manifest, schema
 from ppo_repro.records.folder import CONFIG_NAME, ENVIRONMENT_NAME
-from ppo_repro.records.manifest import Head, IterationEntry, Status, TableEntry, next_link
+from ppo_repro.records.manifest import Head, IterationEntry, TableEntry, next_link
+from ppo_repro.records.run_state import Status
 
 
 def lay_out_run(

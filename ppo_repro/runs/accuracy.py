@@ -111,9 +111,9 @@ class Errors:
         return float(getattr(self.deterministic, kind)) / stock if stock else float("nan")
 
 
-def error(found: Tensor, reference: Tensor) -> Error:
+def error(numbers: Tensor, reference: Tensor) -> Error:
     """Return the error of numbers of any shape. The reference is float64."""
-    distance = (found.to(torch.float64) - reference).abs()
+    distance = (numbers.to(torch.float64) - reference).abs()
     return Error(float(distance.max()), float(distance.square().mean().sqrt()), float(distance.mean()))
 
 
@@ -159,16 +159,16 @@ def measure(policy: PreTrainedModel, text: Text, peer: str = "float32") -> Accur
     stock, peer_scores = stock_model(policy), stock_scores if peer == "float32" else bfloat16_scores
     columns = []
     for prompt, response in zip(text.prompts, text.responses, strict=True):
-        one = Text([prompt], [response])
-        scores = policy_scores(policy, one), peer_scores(stock, one), reference_scores(stock, one)
+        sequence = Text([prompt], [response])
+        scores = policy_scores(policy, sequence), peer_scores(stock, sequence), reference_scores(stock, sequence)
         columns.append([s.logprobs.cpu() for s in scores])
-    of_all = errors(*(torch.cat(column) for column in zip(*columns, strict=True)))
+    measured = errors(*(torch.cat(column) for column in zip(*columns, strict=True)))
     return Accuracy(
         tokens=text.tokens(),
-        deterministic_rms=of_all.deterministic.rms,
-        deterministic_max=of_all.deterministic.largest,
-        stock_rms=of_all.stock.rms,
-        stock_max=of_all.stock.largest,
-        ratio=of_all.ratio("rms"),
+        deterministic_rms=measured.deterministic.rms,
+        deterministic_max=measured.deterministic.largest,
+        stock_rms=measured.stock.rms,
+        stock_max=measured.stock.largest,
+        ratio=measured.ratio("rms"),
         stock=peer,
     )

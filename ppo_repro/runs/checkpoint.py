@@ -145,8 +145,8 @@ def load(path: Path, digest: str) -> Checkpoint:
             group, _, name = key.partition(":")
             tensors.setdefault(group, {})[name] = file.get_tensor(key)
     if metadata["ppo_repro"] != __version__:
-        found = f"version {metadata['ppo_repro']} of ppo_repro wrote it, and this is version {__version__}"
-        raise UserError(f"{path}: {found}; resume with the version that wrote it")
+        versions = f"version {metadata['ppo_repro']} of ppo_repro wrote it, and this is version {__version__}"
+        raise UserError(f"{path}: {versions}; resume with the version that wrote it")
     precision = next((name for name, kernels in _KERNELS.items() if kernels == metadata["law"]), None)
     if precision is None:
         raise UserError(
@@ -199,8 +199,8 @@ def _content(path: Path, file: safe_open) -> dict[str, Any]:
     """Return all of a checkpoint but its tensors. Raises UserError for another format."""
     metadata = file.metadata()
     if metadata["format"] != FORMAT:
-        found = f"has format {metadata['format']}, and this ppo_repro reads format {FORMAT}"
-        raise UserError(f"{path}: {found}; use the version that wrote it")
+        formats = f"has format {metadata['format']}, and this ppo_repro reads format {FORMAT}"
+        raise UserError(f"{path}: {formats}; use the version that wrote it")
     content: dict[str, Any] = json.loads(metadata["checkpoint"])
     return content
 

@@ -61,6 +61,14 @@ class Epoch:
 
 
 @dataclass(frozen=True)
+class RecordedRun:
+    """The run whose responses are compared, before its first step, with the numerics and layout of the DPO run."""
+
+    config: RunConfig
+    prepared: Prepared
+
+
+@dataclass(frozen=True)
 class DPOExecution(Execution[Epoch]):
     """A prepared DPO run."""
 
@@ -69,7 +77,7 @@ class DPOExecution(Execution[Epoch]):
     tokenizer: PreTrainedTokenizerBase
     pairs: list[Preference]  # training pairs, then held-out ones
     trained: int  # number of training pairs
-    run: tuple[RunConfig, Prepared] | None  # for the evaluation of responses; None without a run
+    run: RecordedRun | None  # for the evaluation of responses; None without a run
     optimizer: Optimizer
     reference: Tensor  # [2, P] float64, log-probs of all pairs, computed once
     initial_digest: str
@@ -148,7 +156,7 @@ class DPOExecution(Execution[Epoch]):
         if self.run is not None:
             accuracy = self._accuracy()
             assert accuracy is not None
-            kl = sequence_kl(*self.run, self.config.seed, self.ranks)
+            kl = sequence_kl(self.run, self.config.seed, self.ranks)
             results |= {"eval_accuracy": accuracy, "ref_kl_per_sequence": kl}
         clock.lap("evaluation")
         results["policy_digest"] = weights_digest(self.scorer.policy.named_parameters())
@@ -165,8 +173,8 @@ class DPOExecution(Execution[Epoch]):
     def _accuracy(self) -> float | None:
         if self.run is None:
             return None
-        config, prepared = self.run
-        return evaluate(config, prepared.task, prepared.engine, self.ranks).accuracy
+        prepared = self.run.prepared
+        return evaluate(self.run.config, prepared.task, prepared.engine, self.ranks).accuracy
 
 
 @dataclass(frozen=True)
@@ -182,7 +190,7 @@ class DPOKind(RunKind[DPOConfig, Epoch]):
         library.use_threads(config.layout.threads, mode == "native")
         device = usable_device(config.layout.device, mode, self.ranks)
         run = None if config.run is None else _start_of_run(config, Path(config.run), self.watcher, self.ranks)
-        models = _models_of_folder(config, device) if run is None else _models_of_run(*run)
+        models = _models_of_folder(config, device) if run is None else _models_of_run(run)
         train, held_out = hold_out(self._pairs(config, models.tokenizer), config.num_eval_prompts, config.seed)
         pairs = [*train, *held_out]
         check_pairs(pairs, models.policy.config.vocab_size, max_context)
@@ -209,15 +217,17 @@ class DPOKind(RunKind[DPOConfig, Epoch]):
         if config.pairs is None:
             return pairs_of_run(Path(str(config.run)))
         encode = encoder(tokenizer, config)
-        found = pairs_of_file(Path(config.pairs), "pairs", tokenizer, encode, config.chat_template)
-        ends, prompts = frozenset({tokenizer.eos_token_id}), [pair.prompt_ids for pair in found]
+        pairs = pairs_of_file(Path(config.pairs), "pairs", tokenizer, encode, config.chat_template)
+        ends, prompts = frozenset({tokenizer.eos_token_id}), [pair.prompt_ids for pair in pairs]
         if ended := end_token_warning(tokenizer, prompts, ends, config.chat_template):
             self.watcher.warning(ended)
-        return found
+        return pairs
 
 
 @dataclass(frozen=True)
 class _Models:
+    """The models with which a DPO run begins."""
+
     policy: PreTrainedModel
     reference: PreTrainedModel  # frozen
     tokenizer: PreTrainedTokenizerBase
@@ -234,9 +244,9 @@ def _models_of_folder(config: DPOConfig, device: torch.device) -> _Models:
     return _Models(policy, frozen.requires_grad_(False), tokenizer, 1.0)
 
 
-def _models_of_run(config: RunConfig, prepared: Prepared) -> _Models:
-    state = prepared.state
-    return _Models(state.policy, state.reference, prepared.task.tokenizer, config.rollout.temperature)
+def _models_of_run(run: RecordedRun) -> _Models:
+    state = run.prepared.state
+    return _Models(state.policy, state.reference, run.prepared.task.tokenizer, run.config.rollout.temperature)
 
 
 def pairs_of_run(run_dir: Path) -> list[Preference]:
@@ -263,12 +273,13 @@ def pairs_of_run(run_dir: Path) -> list[Preference]:
     return [pair for _, pair in pairs]
 
 
-def sequence_kl(run_config: RunConfig, prepared: Prepared, seed: int, ranks: Ranks) -> float:
+def sequence_kl(run: RecordedRun, seed: int, ranks: Ranks) -> float:
     """Estimate KL(policy || reference) per response, in nats, on one sampled response to every held-out prompt.
 
     At every position the divergence over the whole sampling distribution is exact. It is summed over each response and
     averaged over the responses, which estimates the divergence between the distributions over responses without bias.
     """
+    prepared = run.prepared
     problems, ids = prepared.task.problems.held_out, prepared.task.prompt_ids
     prompts = Prompts(
         prompt_key=tuple(p.key for p in problems),
@@ -278,38 +289,44 @@ def sequence_kl(run_config: RunConfig, prepared: Prepared, seed: int, ranks: Ran
         answer=tuple(p.answer for p in problems),
         prompt_ids=tuple(ids[p.key] for p in problems),
     )
-    rollout = roll_out(run_config, prepared.task, prepared.engine, prompts, ranks)
-    forward = score_rollout(prepared.state, rollout, run_config, ranks)
+    rollout = roll_out(run.config, prepared.task, prepared.engine, prompts, ranks)
+    forward = score_rollout(prepared.state, rollout, run.config, ranks)
     return mean_of(run_sums(forward.ref_kl, rollout.lengths))
 
 
-def _start_of_run(config: DPOConfig, run_dir: Path, watcher: Watcher, ranks: Ranks) -> tuple[RunConfig, Prepared]:
+def _start_of_run(config: DPOConfig, run_dir: Path, watcher: Watcher, ranks: Ranks) -> RecordedRun:
     """Return the recorded run's policy and reference before its first step, with this run's numerics and layout.
 
     They are made again or loaded from the run's checkpoints. Raises PromiseBroken if they differ from the manifest.
     """
     recorded = reader.open_manifest(run_dir)
-    of_run = build_config(located_tree(run_dir, recorded), str(run_dir / CONFIG_NAME)).model_dump(mode="json")
-    if of_run["task"].get("max_turns", 1) > 1:
-        raise UserError(f"run = {run_dir}: its episodes have several turns; DPO here compares responses of one turn")
-    recorded_in = of_run["numerics"]
-    of_run |= {"numerics": config.numerics.model_dump(mode="json"), "layout": config.layout.model_dump(mode="json")}
-    # the recorded engine may not work with these numerics, and its mismatch would change the divergence
-    of_run["rollout"] |= {"engine": {"kind": "torch"}, "mismatch_sigma": None}
-    of_run.pop("mismatch", None)
-    # DPO trains all weights; the adapters of a run change no weight before the first step
-    of_run["lora"] = None
-    of_run["ppo"]["replay_routes"] = False  # DPO samples with its own routes
-    run_config = build_config(of_run, f"{run_dir / CONFIG_NAME} with numerics and layout of DPO")
+    recorded_config = build_config(located_tree(run_dir, recorded), str(run_dir / CONFIG_NAME))
+    run_config = _with_numerics_of_dpo(recorded_config, config, run_dir)
     reference = run_dir / REFERENCE
     prepared = prepare(run_config, watcher, reference if reference.is_dir() else None, ranks=ranks)
     digest = weights_digest(prepared.state.reference.named_parameters())
     expected = recorded.final["initial_policy_digest"]
     if digest != expected:
-        if any(recorded_in[name] != value for name, value in config.numerics.model_dump(mode="json").items()):
+        recorded_numerics = recorded_config.numerics.model_dump(mode="json")
+        if any(recorded_numerics[name] != value for name, value in config.numerics.model_dump(mode="json").items()):
             raise UserError(
                 f"run = {run_dir}: keeps no reference, and its warm start was in other numerics; "
                 "choose the numerics of the run, or record it with checkpoints.every > 0"
             )
         raise PromiseBroken(f"{run_dir}: the starting policy has digest {digest} here and {expected} in the records")
-    return run_config, prepared
+    return RecordedRun(run_config, prepared)
+
+
+def _with_numerics_of_dpo(recorded: RunConfig, config: DPOConfig, run_dir: Path) -> RunConfig:
+    """Return the configuration of a recorded run with a DPO run's numerics and layout. Raises UserError for turns."""
+    tree = recorded.model_dump(mode="json")
+    if tree["task"].get("max_turns", 1) > 1:
+        raise UserError(f"run = {run_dir}: its episodes have several turns; DPO here compares responses of one turn")
+    tree |= {"numerics": config.numerics.model_dump(mode="json"), "layout": config.layout.model_dump(mode="json")}
+    # the recorded engine may not work with these numerics, and its mismatch would change the divergence
+    tree["rollout"] |= {"engine": {"kind": "torch"}, "mismatch_sigma": None}
+    tree.pop("mismatch", None)
+    # DPO trains all weights; the adapters of a run change no weight before the first step
+    tree["lora"] = None
+    tree["ppo"]["replay_routes"] = False  # DPO samples with its own routes
+    return build_config(tree, f"{run_dir / CONFIG_NAME} with numerics and layout of DPO")

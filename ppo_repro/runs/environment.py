@@ -43,10 +43,10 @@ def _git(*arguments: str) -> str:
 def code_digest() -> str:
     """Return the SHA-256 of this package's source files, tracked by git or not. A wheel's is the checkout's."""
     root = Path(__file__).resolve().parents[1]
-    found = [path.relative_to(root) for path in sorted([*root.rglob("*.py"), *root.rglob("*.[ch]")])]
+    sources = [path.relative_to(root) for path in sorted([*root.rglob("*.py"), *root.rglob("*.[ch]")])]
     sums = [
         f"{path.as_posix()} {hashlib.sha256((root / path).read_bytes()).hexdigest()}"
-        for path in found
+        for path in sources
         if path.parts[0] != "configurations"  # examples, which only a wheel has there
     ]
     return hashlib.sha256("\n".join(sums).encode()).hexdigest()
@@ -58,8 +58,8 @@ def require_same_versions(ranks: Ranks) -> None:
     The variant of the kernels and the build of torch (`2.8.0+cpu`) may differ.
     """
     code = {"ppo_repro": __version__, "code": code_digest(), "kernels": build.digest()}
-    found = code | {name: metadata.version(name).partition("+")[0] for name in PACKAGES}
-    for what, version in found.items() if ranks.size > 1 else ():
+    versions = code | {name: metadata.version(name).partition("+")[0] for name in PACKAGES}
+    for what, version in versions.items() if ranks.size > 1 else ():
         ranks.require_same(what, version, UserError)
 
 

@@ -12,12 +12,15 @@ from pathlib import Path
 from ppo_repro.base.clock import Clock
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.files import SUMS_NAME, atomic_write
+from ppo_repro.buffers import Iteration
+from ppo_repro.config.run import RunConfig
 from ppo_repro.records import manifest
 from ppo_repro.records.folder import ACCURACY_NAME, FORKED_FROM, REFERENCE
 from ppo_repro.records.label import UNLABELLED, Label
 from ppo_repro.runs import checkpoint
 from ppo_repro.runs.fork_plan import Fork
-from ppo_repro.runs.language import PROMPTS, LanguageKind
+from ppo_repro.runs.kind import RunKind
+from ppo_repro.runs.language import PROMPTS
 from ppo_repro.runs.machine_memory import require_memory
 from ppo_repro.runs.machines import files_of, on_every_machine
 from ppo_repro.runs.run import NO_TRACKING, Inherited, compute_new, writing
@@ -29,7 +32,7 @@ WARM_START = "warm_start_steps"  # the only preparation that a fork does not rep
 
 
 def fork(
-    kind: LanguageKind,
+    kind: RunKind[RunConfig, Iteration],
     plan: Fork,
     clock: Clock,
     tracking: AbstractContextManager[object] = NO_TRACKING,

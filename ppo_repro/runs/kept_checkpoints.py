@@ -115,7 +115,8 @@ class Checkpoints:
         files, keep = {**head.files, name: digest}, self.config.checkpoints.keep
         numbered = checkpoints_of(head.model_copy(update={"files": files}))
         old = [] if keep == "all" else sorted(numbered)[:-keep]
-        return {path: of for path, of in files.items() if path not in {numbered[n] for n in old}}
+        removed = {numbered[number] for number in old}
+        return {path: digest for path, digest in files.items() if path not in removed}
 
     def save_final(self, run_dir: Path, link: str) -> dict[str, str]:
         """Save the optimizers' state at the end if no checkpoint has it; return its digest."""

@@ -36,16 +36,16 @@ NO_BYTES = torch.empty(0, dtype=torch.uint8)
 
 def files_of(tree: object) -> list[Path]:
     """Return every file that a run of a parsed configuration reads. Raises UserError if a recorded run lacks inputs."""
-    found: list[Path] = []
+    files: list[Path] = []
     for _, section, name in path_fields(tree):
         path, _ = file_of(section[name])
         if path.is_file():
-            found += [path, *(modules_beside(path) if path.suffix == ".py" else ())]
+            files += [path, *(modules_beside(path) if path.suffix == ".py" else ())]
         elif (path / MANIFEST).is_file():
-            found += _files_of_run(path)
+            files += _files_of_run(path)
         else:
-            found += decisive(path)
-    return list(dict.fromkeys(found))
+            files += decisive(path)
+    return list(dict.fromkeys(files))
 
 
 def _files_of_run(run_dir: Path) -> list[Path]:

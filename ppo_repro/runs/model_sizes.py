@@ -92,14 +92,17 @@ class Shape:
         return FLOAT * (kept + backward) + self.cache(tokens)
 
 
-Shapes = tuple[Shape, Shape | None, tuple[Model, ...]]
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes of a run's models."""
+
+    policy: Shape
+    value: Shape | None  # None without a value model of its own
+    models: tuple[Model, ...]  # the policy first, then every other model
 
 
-def shapes_of(config: RunConfig) -> Shapes:
-    """Return the policy, the separate value model if there is one, and all models.
-
-    Raises UserError for an unknown model.
-    """
+def sizes_of(config: RunConfig) -> Sizes:
+    """Return the sizes of all models of a run. Raises UserError for an unknown model."""
     max_context = config.numerics.max_context
     if isinstance(config.model, ModelFolder):
         path = config.model.path
@@ -119,4 +122,4 @@ def shapes_of(config: RunConfig) -> Shapes:
     if term is not None:
         labels = classifier.num_labels if isinstance(term, RewardModelFolder) else 1
         models.append(Shape(classifier, config.numerics).frozen("reward model", labels))
-    return policy, value, tuple(models)
+    return Sizes(policy, value, tuple(models))

@@ -16,12 +16,12 @@ import torch
 
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.output import size
+from ppo_repro.base.processes import SLOTS
 from ppo_repro.config.algorithm import LoraConfig, SeparateValue, ValueHead
 from ppo_repro.config.run import RunConfig
-from ppo_repro.numerics.optimizer import SLOTS
 from ppo_repro.numerics.shards import MESSAGE
 from ppo_repro.runs.kept_checkpoints import FLOAT, MOMENTS
-from ppo_repro.runs.model_sizes import Model, Shape, Shapes, shapes_of
+from ppo_repro.runs.model_sizes import Model, Shape, Sizes, sizes_of
 from ppo_repro.stages.forward import LOGITS_AT_ONCE
 
 PHASES = ("loading", "rollout", "scoring", "update")
@@ -81,15 +81,15 @@ def plan_run(config: RunConfig, processes: int = 1) -> Plan:
 
     Raises UserError for an unknown model.
     """
-    return _planned(config, shapes_of(config), processes)
+    return _planned(config, sizes_of(config), processes)
 
 
-def _planned(config: RunConfig, shapes: Shapes, processes: int) -> Plan:
-    policy, value, models = shapes
+def _planned(config: RunConfig, sizes: Sizes, processes: int) -> Plan:
+    models = sizes.models
     device, deterministic = config.layout.device, config.numerics.mode == "deterministic"
     if device != "cpu" and not deterministic:
         raise UserError(f"layout.device = {device}: plan needs numerics.mode = deterministic there")
-    rows = {**_of_weights(config, policy, models, processes), **_of_passes(config, policy, value, processes)}
+    rows = {**_of_weights(config, sizes.policy, models, processes), **_of_passes(config, sizes, processes)}
     rows = {name: row for name, row in rows.items() if any(row.values())}
     if processes == 1:
         rows = {name: {phase: row[phase] for phase in row if phase != SAVING} for name, row in rows.items()}
@@ -106,70 +106,97 @@ def _micro_batch(size: int, sequences: int, processes: int) -> int:
 
 def _of_weights(config: RunConfig, policy: Shape, models: tuple[Model, ...], processes: int) -> Rows:
     """Return the rows of what a process holds of the models: weights, copies, moments, gradients."""
-    layout, sampler, minibatch = config.layout, config.mismatch.sampler, config.ppo.minibatch_size
-    deterministic, on_card = config.numerics.mode == "deterministic", layout.device != "cpu"
-    held_by = processes if deterministic else 1  # ranks divide the moments
-    is_split = _micro_batch(layout.update_micro_batch, minibatch, processes) < ceil(minibatch / processes)
-    arrays = (SLOTS // processes).bit_length() if deterministic and is_split else 1
     trained = [model for model in models if model.trained]
-    updated, collected = (sum(getattr(m, name) for m in trained) for name in ("trained", "collected"))
-    stays = FLOAT * sum(model.weights for model in models)
+    weights = FLOAT * sum(model.weights for model in models)
     # the model as read, and a copy of it until adapted models share its weights
-    read = stays + FLOAT * policy.parameters * (2 if any(model.frozen for model in trained) else 1)
-    version, lag = FLOAT * models[0].trained, min(sampler.lag, config.ppo.iterations - 1)
-    older = dict.fromkeys(PHASES[1:], lag * version)
-    older["rollout"] += version if lag else 0  # while an older policy samples, a copy of the present weights waits
-    stock = 0 if sampler.stock is None else getattr(torch, sampler.stock).itemsize * policy.parameters
-    rounded = FLOAT * models[0].packed if sampler.precision.weights != "float32" else 0
-    # a frozen model frees its packed weights after its pass; a value model is packed after the reference
-    working = sum(model.packed for model in trained)
-    packed = {
-        "rollout": working,
-        "scoring": models[0].packed + max(model.packed for model in models[1:]),
-        "update": working + policy.packed(policy.struct.vocabulary) * config.kl.loss_has_exact_kl,
-        SAVING: working,
-    }
-    # in precision highest the kernels of a GPU read weights as they lie
-    is_packed = deterministic and not (on_card and config.numerics.precision == "highest")
+    read = FLOAT * policy.parameters * (2 if any(model.frozen for model in trained) else 1)
+    moments = MOMENTS * sum(model.trained for model in trained)
+    divided_by = processes if config.numerics.mode == "deterministic" else 1  # processes divide the moments
+    moments_of_process = MOMENTS * ceil(sum(model.trained for model in trained) / divided_by)
+    is_on_card = config.layout.device != "cpu"
     message = min(MESSAGE, max(model.collected for model in trained)) // 2 if processes > 1 else 0
     return {
-        "weights": {"loading": read, **dict.fromkeys((*PHASES[1:], SAVING), stays)},
-        "moments": dict.fromkeys((*PHASES, SAVING), MOMENTS * ceil(updated / held_by)),
-        "all moments": {SAVING: MOMENTS * updated if held_by > 1 and not on_card else 0},  # on the CPU
-        "older policies": older,
-        "copies": {phase: stock + (rounded if phase == "rollout" else 0) for phase in PHASES},
-        "packed weights": {phase: FLOAT * count for phase, count in packed.items()} if is_packed else {},
-        "kernels": dict.fromkeys(PHASES[1:], CARD_SCRATCH if on_card else 0),
-        "gradients": {"update": FLOAT * arrays * collected},
+        "weights": {"loading": weights + read, **dict.fromkeys((*PHASES[1:], SAVING), weights)},
+        "moments": dict.fromkeys((*PHASES, SAVING), moments_of_process),
+        "all moments": {SAVING: moments if divided_by > 1 and not is_on_card else 0},  # on the CPU
+        "older policies": _older_policies(config, models[0]),
+        "copies": _copies_that_sample(config, policy, models[0]),
+        "packed weights": _packed_weights(config, policy, models),
+        "kernels": dict.fromkeys(PHASES[1:], CARD_SCRATCH if is_on_card else 0),
+        "gradients": {"update": _gradients(config, trained, processes)},
         "messages": {"update": 2 * FLOAT * message},
     }
 
 
-def _of_passes(config: RunConfig, policy: Shape, value: Shape | None, processes: int) -> Rows:
+def _older_policies(config: RunConfig, policy: Model) -> dict[str, int]:
+    """Return the bytes of the policies that sample instead of the present one, by phase."""
+    version, lag = FLOAT * policy.trained, min(config.mismatch.sampler.lag, config.ppo.iterations - 1)
+    older = dict.fromkeys(PHASES[1:], lag * version)
+    older["rollout"] += version if lag else 0  # while an older policy samples, a copy of the present weights waits
+    return older
+
+
+def _copies_that_sample(config: RunConfig, shape: Shape, policy: Model) -> dict[str, int]:
+    """Return the bytes of the policy's copies in other precision, with which a deliberate fault samples, by phase."""
+    sampler = config.mismatch.sampler
+    stock = 0 if sampler.stock is None else getattr(torch, sampler.stock).itemsize * shape.parameters
+    rounded = FLOAT * policy.packed if sampler.precision.weights != "float32" else 0
+    return {phase: stock + (rounded if phase == "rollout" else 0) for phase in PHASES}
+
+
+def _packed_weights(config: RunConfig, shape: Shape, models: tuple[Model, ...]) -> dict[str, int]:
+    """Return the bytes of the weights as the kernels read them, by phase; empty if the kernels read them as they lie.
+
+    A frozen model frees its packed weights after its pass. A value model is packed after the reference.
+    """
+    numerics = config.numerics
+    if numerics.mode != "deterministic" or (config.layout.device != "cpu" and numerics.precision == "highest"):
+        return {}
+    trained = sum(model.packed for model in models if model.trained)
+    floats = {
+        "rollout": trained,
+        "scoring": models[0].packed + max(model.packed for model in models[1:]),
+        "update": trained + shape.packed(shape.struct.vocabulary) * config.kl.loss_has_exact_kl,
+        SAVING: trained,
+    }
+    return {phase: FLOAT * count for phase, count in floats.items()}
+
+
+def _gradients(config: RunConfig, trained: list[Model], processes: int) -> int:
+    """Return the bytes of the gradients, of which partial sums are kept if a process has several micro-batches."""
+    minibatch = config.ppo.minibatch_size
+    is_split = _micro_batch(config.layout.update_micro_batch, minibatch, processes) < ceil(minibatch / processes)
+    is_deterministic = config.numerics.mode == "deterministic"
+    arrays = (SLOTS // processes).bit_length() if is_deterministic and is_split else 1
+    return FLOAT * arrays * sum(model.collected for model in trained)
+
+
+def _of_passes(config: RunConfig, sizes: Sizes, processes: int) -> Rows:
     """Return the rows of what a process holds while it samples, scores and trains the longest sequences."""
+    policy = sizes.policy
     layout, context, responses = config.layout, config.numerics.max_context, config.rollout.max_response_tokens
     sequences, row, vocabulary = config.sequences_per_iteration, context - 1, policy.struct.vocabulary
     forward = _micro_batch(layout.forward_micro_batch, sequences, processes)
     update = _micro_batch(layout.update_micro_batch, config.ppo.minibatch_size, processes)
     seats = _micro_batch(layout.rollout_slots, max(sequences, config.task.num_eval_prompts), processes)
-    of_logits = [
-        FLOAT * vocabulary * min(count * responses, max(1, LOGITS_AT_ONCE // vocabulary)) for count in (forward, update)
-    ]
-    several = 2 if config.numerics.mode == "deterministic" else 5
+    rows_at_once = max(1, LOGITS_AT_ONCE // vocabulary)
+    tensors = 2 if config.numerics.mode == "deterministic" else 5  # as large as the logits
     # with top-k or top-p each process has, for each token of all responses, one bit for each token of the vocabulary
     kept_sets = sequences * responses * ceil(vocabulary / 8) * config.rollout.cuts
     return {
         "activations": {
             "rollout": policy.forward(seats * (context - responses)),
             "scoring": policy.forward(forward * row) + policy.cache(forward * row),
-            "update": max(s.step(update * row, layout.gradient_checkpointing) for s in (policy, value) if s),
+            "update": max(s.step(update * row, layout.gradient_checkpointing) for s in (policy, sizes.value) if s),
         },
         "kept tokens": dict.fromkeys(PHASES[1:], kept_sets),
         "KV cache": {"rollout": policy.cache(seats * ceil(context / 16) * 16)},
         "logits": {
             "rollout": 4 * FLOAT * seats * vocabulary,  # a masked copy, and bounds of the noise
-            "scoring": of_logits[0] * several,  # of policy and reference
-            "update": of_logits[1] * several,  # with gradients
+            # of policy and reference
+            "scoring": tensors * FLOAT * vocabulary * min(forward * responses, rows_at_once),
+            # with gradients
+            "update": tensors * FLOAT * vocabulary * min(update * responses, rows_at_once),
         },
     }
 
@@ -180,23 +207,24 @@ def savings(config: RunConfig, processes: int = 1) -> list[tuple[str, int]]:
     Fields of `layout` come first, because they change no result; adapters follow. A change that lowers the peak by less
     than a tenth is left out.
     """
-    shapes, found = shapes_of(config), list[tuple[str, int]]()
-    peak, untried = _planned(config, shapes, processes).peak, list(SMALLER)
+    sizes, lower_peaks = sizes_of(config), list[tuple[str, int]]()
+    peak, untried = _planned(config, sizes, processes).peak, list(SMALLER)
     while untried:
         changed = [_changed(config, "layout", name, value) for name, value in untried]
-        peaks = [_planned(one, shapes, processes).peak for one in changed]
+        peaks = [_planned(candidate, sizes, processes).peak for candidate in changed]
         best = peaks.index(min(peaks))
         if peaks[best] > LEAST_SAVED * peak:
             break
-        config, peak, (name, value) = changed[best], peaks[best], untried[best]
-        found.append((f"layout.{name}={json.dumps(value)}", peak))
+        config, peak = changed[best], peaks[best]
+        name, value = untried[best]
+        lower_peaks.append((f"layout.{name}={json.dumps(value)}", peak))
         untried = [pair for pair in untried if pair[0] != name]
     for field, adapted in _with_adapters(config):
         lower = plan_run(adapted, processes).peak
         if lower <= LEAST_SAVED * peak:
             peak = lower
-            found.append((f"{field}={ADAPTER}", peak))
-    return found
+            lower_peaks.append((f"{field}={ADAPTER}", peak))
+    return lower_peaks
 
 
 def _changed(config: RunConfig, section: str, name: str, value: object) -> RunConfig:

@@ -137,5 +137,5 @@ def evaluation_of(records: Records) -> buffers.Evaluation | None:
     """Return the held-out responses; None if the run has no evaluation, or did not record its responses."""
     if "evaluations" not in records.tables:
         return None
-    found = _fields(records, schema.EVALUATIONS, "evaluation")
-    return buffers.Evaluation(**found, episodes=_episodes(records, "evaluations"))
+    fields = _fields(records, schema.EVALUATIONS, "evaluation")
+    return buffers.Evaluation(**fields, episodes=_episodes(records, "evaluations"))

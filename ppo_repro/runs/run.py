@@ -20,7 +20,7 @@ from ppo_repro.config.inputs import gather, run_digest, run_folder
 from ppo_repro.records import manifest, writer
 from ppo_repro.records.folder import STARTED, UNEQUAL
 from ppo_repro.records.label import UNLABELLED, Label, write_label
-from ppo_repro.records.run_state import how_to_repair
+from ppo_repro.records.remedies import how_to_repair
 from ppo_repro.records.writer import RunWriter
 from ppo_repro.runs.environment import describe_code, describe_environment
 from ppo_repro.runs.execute import execute, work_along
@@ -114,17 +114,17 @@ def _new_run(temporary: Path, run_dir: Path, label: Label, inherited: Inherited 
     without a complete iteration of its own is removed, unless unequal bits ended it, which the user may want to
     examine.
     """
-    begun = 0
+    inherited_iterations = 0
     try:
         write_label(temporary, label)
         if inherited is not None:
-            begun = inherited.take_over(temporary)
+            inherited_iterations = inherited.take_over(temporary)
         writer.publish_run(temporary, run_dir)
         yield
     except BaseException as error:
         if temporary.exists():  # the run ended before this folder was renamed
             shutil.rmtree(temporary, ignore_errors=True)
-        elif manifest.load_head(run_dir).num_iterations > begun or isinstance(error, UnequalBits):
+        elif manifest.load_head(run_dir).num_iterations > inherited_iterations or isinstance(error, UnequalBits):
             end_by_error(run_dir, error)
         else:
             remove_folder(run_dir)

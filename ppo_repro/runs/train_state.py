@@ -38,7 +38,8 @@ def train_state(
     policy = networks.make_policy(source, mode, max_context, precision)
     reference = networks.make_policy(source, mode, max_context, precision).requires_grad_(False)
     lora = _adapted(policy, config.lora, config.seed, reference if share else None)
-    sampler, versions = _sampler(config, policy, source, lora)
+    versions = _versions(config.mismatch.sampler.lag, policy, lora)
+    sampler = _sampler(config, policy, source)
     if config.layout.gradient_checkpointing:
         networks.checkpoint_gradients(trunk_of(policy))
     trained: nn.Module = policy
@@ -67,19 +68,23 @@ def train_state(
     return state, lora
 
 
-def _sampler(
-    config: RunConfig, policy: PreTrainedModel, source: PreTrainedModel, lora: Lora | None
-) -> tuple[PreTrainedModel | None, Versions | None]:
-    """Make the model, or the older versions, that sample in place of the policy in a deliberate mismatch; else None."""
-    faults, versions = config.mismatch.sampler, None
-    if lag := faults.lag:
-        parameters = dict(policy.named_parameters())
-        versions = Versions(parameters, lag) if lora is None else Versions(lora.trained(), lag, lora.merge)
+def _versions(lag: int, policy: PreTrainedModel, lora: Lora | None) -> Versions | None:
+    """Make the store of older policies that sample in place of the policy; None unless a mismatch asks for a lag."""
+    if not lag:
+        return None
+    if lora is None:
+        return Versions(dict(policy.named_parameters()), lag)
+    return Versions(lora.trained(), lag, lora.merge)
+
+
+def _sampler(config: RunConfig, policy: PreTrainedModel, source: PreTrainedModel) -> PreTrainedModel | None:
+    """Make the model that samples in place of the policy; None unless a mismatch asks for stock code or rounding."""
+    faults = config.mismatch.sampler
     if faults.stock:
         stock = networks.make_policy(source, "native", config.numerics.max_context)
-        return networks.in_dtype(stock, getattr(torch, faults.stock)), versions
+        return networks.in_dtype(stock, getattr(torch, faults.stock))
     sampler = networks.rounded_view(policy, networks.rounding_of(faults.precision))
-    return None if sampler is policy else sampler, versions
+    return None if sampler is policy else sampler
 
 
 def _value_model(

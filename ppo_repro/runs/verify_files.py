@@ -23,6 +23,7 @@ from ppo_repro.records.folder import (
 )
 from ppo_repro.records.label import LABEL_NAME
 from ppo_repro.records.manifest import Manifest
+from ppo_repro.records.run_state import RunState
 from ppo_repro.runs.summary import not_promised
 
 # names of files that a process may write before the manifest lists them; any other unlisted file is foreign
@@ -39,7 +40,7 @@ _UNFINISHED = re.compile(
 class Verified:
     """The contents of an undamaged run folder. Paths are relative to it."""
 
-    status: str
+    status: RunState
     fingerprint: str
     iterations: int
     tables: int  # Parquet files

@@ -1,6 +1,7 @@
 """Compute the stages of a run again from its records, and compare every bit.
 
-Each stage starts from the records of earlier stages and calls the same functions as the run.
+Each stage starts from the records of earlier stages and calls the same functions as the run, on the same micro-batches:
+torch's own functions, which a user's objective may call, round an element by its place in a tensor.
 """
 
 from __future__ import annotations
@@ -16,14 +17,17 @@ import torch
 
 from ppo_repro import buffers
 from ppo_repro.base.errors import PromiseBroken
+from ppo_repro.base.ranks import Ranks
 from ppo_repro.config.layout import RecordsConfig
 from ppo_repro.config.run import RunConfig
 from ppo_repro.loop import policy_loss, value_loss
+from ppo_repro.models.batches import MicroBatch
 from ppo_repro.records import manifest
 from ppo_repro.records.columns import arrow_tables
 from ppo_repro.records.diff import Difference, first_table_difference
 from ppo_repro.records.folder import FORKED_FROM, load_recorded_config
 from ppo_repro.records.manifest import Manifest
+from ppo_repro.records.notes import processes_by_iteration
 from ppo_repro.records.schema import ITERATIONS, Stage
 from ppo_repro.runs import checkpoint
 from ppo_repro.runs.recorded_buffers import (
@@ -39,8 +43,15 @@ from ppo_repro.sampling.faults.trainer import with_loss_mask
 from ppo_repro.stages.coefficients import first_coefficients, next_coefficients
 from ppo_repro.stages.forward import kl_terms_of
 from ppo_repro.stages.rewards import compute_advantages, rewards_from
-from ppo_repro.stages.training_batch import Minibatch, Schedule, TrainingBatch, minibatch_of, training_batch
-from ppo_repro.stages.updates import policy_update, value_update
+from ppo_repro.stages.training_batch import (
+    Minibatch,
+    Schedule,
+    TrainingBatch,
+    micro_batches_of_rank,
+    minibatch_of,
+    training_batch,
+)
+from ppo_repro.stages.updates import PolicyColumns, joined, policy_update, value_update
 from ppo_repro.tasks.rewards import Judgement, weighted_scores
 from ppo_repro.user.functions import Functions, load_functions
 
@@ -97,8 +108,8 @@ def recompute(run_dir: Path, recorded: Manifest) -> Recomputed | None:
     Raises:
         UserError: a table cannot be read, or a function of the user's fails.
     """
-    own = recorded.own_iterations
-    if not manifest.has_responses(recorded) or not own:
+    iterations = recorded.own_iterations
+    if not manifest.has_responses(recorded) or not iterations:
         return None
     config = load_recorded_config(run_dir)
     # level `full` computes all columns that follow from the records, whatever level the run recorded
@@ -107,24 +118,27 @@ def recompute(run_dir: Path, recorded: Manifest) -> Recomputed | None:
     if recorded.origin is not None:  # copied iterations have the origin's configuration
         coefficients = checkpoint.load_coefficients(run_dir / FORKED_FROM, recorded.files[FORKED_FROM])
     compared, left_out = dict[Stage, int](), dict[Stage, LeftOut]()
-    for iteration in own:
+    if config.numerics.mode == "native":
+        torch.set_num_threads(config.layout.threads)  # they divide long tensors
+    processes = processes_by_iteration(run_dir, recorded)
+    for iteration in iterations:
         records = read_iteration(run_dir, recorded, iteration)
         missing = _unrecorded(config, records)
         for stage, column in missing.items():
             before = left_out[stage].iterations if stage in left_out else 0
             left_out[stage] = LeftOut(column, before + 1)
         stages = [stage for stage in STAGES if stage not in missing]
-        item = _recorded_iteration(config, records, coefficients, functions)
+        item = _recorded_iteration(config, records, processes[iteration], coefficients, functions)
         tables = arrow_tables(_again(config, item, stages, functions), at_full)
         for stage in stages:
             count, difference = _compare(config, recorded, records, tables, stage)
             compared[stage] = compared.get(stage, 0) + count
             if difference is not None:
-                return Recomputed(iteration + 1 - own.start, compared, left_out, stage, difference)
+                return Recomputed(iteration + 1 - iterations.start, compared, left_out, stage, difference)
         coefficients = next_coefficients(
             config, coefficients, item.forward, item.advantages, item.updates, len(item.rollout.lengths)
         )
-    return Recomputed(len(own), compared, left_out, None, None)
+    return Recomputed(len(iterations), compared, left_out, None, None)
 
 
 def _unrecorded(config: RunConfig, records: Records) -> dict[Stage, str]:
@@ -141,9 +155,9 @@ def _unrecorded(config: RunConfig, records: Records) -> dict[Stage, str]:
 
 
 def _recorded_iteration(
-    config: RunConfig, records: Records, coefficients: buffers.Coefficients, functions: Functions
+    config: RunConfig, records: Records, processes: int, coefficients: buffers.Coefficients, functions: Functions
 ) -> buffers.Iteration:
-    """Return a recorded iteration, with the losses computed from its records."""
+    """Return an iteration that so many processes recorded, with the losses computed from its records."""
     rollout, forward = rollout_of(records, config.rollout.temperature), forward_of(records)
     advantages = advantages_of(records)
     digests = zip(records.values("steps", "policy_digest"), records.values("steps", "value_digest"), strict=True)
@@ -157,7 +171,7 @@ def _recorded_iteration(
         forward=forward,
         rewards=rewards_of(records),
         advantages=advantages,
-        updates=tuple(_updates(config, records, batch)),
+        updates=tuple(_updates(config, records, processes, batch)),
         digests=tuple(buffers.WeightDigests(policy, value) for policy, value in digests),
         seconds=dict.fromkeys(SECONDS, 0.0),
     )
@@ -180,7 +194,9 @@ def _again(
     return replace(item, rewards=rewards, advantages=advantages)
 
 
-def _updates(config: RunConfig, records: Records, batch: TrainingBatch) -> Iterator[buffers.MinibatchUpdate]:
+def _updates(
+    config: RunConfig, records: Records, processes: int, batch: TrainingBatch
+) -> Iterator[buffers.MinibatchUpdate]:
     """Yield the optimizer steps of the schedule, with the recorded results of the networks."""
     steps, count, end = records.tables["steps"].to_pylist(), records.tables["updates"].num_rows, 0
     schedule = Schedule(config, records.iteration)
@@ -190,7 +206,8 @@ def _updates(config: RunConfig, records: Records, batch: TrainingBatch) -> Itera
             raise PromiseBroken(
                 f"table steps, iteration {records.iteration}: has {len(steps)} rows, {more} than epochs and KL give"
             )
-        minibatch = minibatch_of(config.ppo.aggregation, batch, planned.sequences)
+        micro_batches = _micro_batches(config, batch, planned.sequences, processes)
+        minibatch = minibatch_of(config.ppo.aggregation, batch, planned.sequences, micro_batches)
         start, end = end, end + len(minibatch.tokens)
         if end > count:
             raise PromiseBroken(
@@ -220,21 +237,42 @@ def _updates(config: RunConfig, records: Records, batch: TrainingBatch) -> Itera
         )
 
 
+def _micro_batches(
+    config: RunConfig, batch: TrainingBatch, sequences: torch.Tensor, processes: int
+) -> list[MicroBatch]:
+    """Return the micro-batches of a minibatch, of all processes in rank order."""
+    return [
+        micro_batch
+        for rank in range(processes)
+        for micro_batch in micro_batches_of_rank(
+            config.layout, config.ppo.replay_routes, batch.rollout, sequences, Ranks(rank, processes)
+        )
+    ]
+
+
 def _policy(
     config: RunConfig, batch: TrainingBatch, minibatch: Minibatch, records: Records, rows: slice, grad_norm: float
 ) -> buffers.PolicyUpdate | None:
-    tokens = minibatch.tokens
+    """Return a step of the policy from the recorded outputs of its networks; None if they were not recorded."""
     logprobs, entropies = (records.tensor_or_none("updates", n, rows) for n in ("new_logprobs", "new_entropies"))
     if logprobs is None or entropies is None:
         return None
-    if not config.kl.loss_has_exact_kl:
-        kl_terms = kl_terms_of(batch, tokens, logprobs, None)
-    else:
-        kl_terms = records.tensor_or_none("updates", "kl_terms", rows)
-        if kl_terms is None:  # then `_unrecorded` leaves out the losses of this iteration
-            kl_terms = torch.zeros_like(logprobs)
-    columns = policy_loss(batch, tokens, logprobs, entropies, kl_terms)
-    return policy_update(batch, minibatch, columns, grad_norm)
+    exact_kl = None
+    if config.kl.loss_has_exact_kl:
+        exact_kl = records.tensor_or_none("updates", "kl_terms", rows)
+        if exact_kl is None:  # then `_unrecorded` leaves out the losses of this iteration
+            exact_kl = torch.zeros_like(logprobs)
+    columns, end = list[PolicyColumns](), 0
+    for micro_batch in minibatch.micro_batches:
+        tokens = micro_batch.tokens
+        start, end = end, end + len(tokens)
+        new_logprobs = logprobs[start:end]
+        if exact_kl is None:
+            kl_terms = kl_terms_of(batch, tokens, new_logprobs, None)
+        else:
+            kl_terms = exact_kl[start:end]
+        columns.append(policy_loss(batch, tokens, new_logprobs, entropies[start:end], kl_terms))
+    return policy_update(batch, minibatch, joined(columns), grad_norm)
 
 
 def _compare(

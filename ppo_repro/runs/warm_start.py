@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_repro.base.mode import Mode
+from ppo_repro.base.processes import SLOTS
 from ppo_repro.base.seeding import permutation
 from ppo_repro.buffers import WarmStartStep
 from ppo_repro.config.run import NumericsConfig, TinyModel
@@ -17,7 +18,7 @@ from ppo_repro.engine import Request, Sampling
 from ppo_repro.models.batches import lay_out
 from ppo_repro.models.networks import make_policy, policy_logits
 from ppo_repro.numerics.adamw import AdamWSettings
-from ppo_repro.numerics.optimizer import SLOTS, Optimizer
+from ppo_repro.numerics.optimizer import Optimizer
 from ppo_repro.numerics.sequences import slots_of
 from ppo_repro.numerics.sums import mean_of
 from ppo_repro.numerics.token_statistics import token_statistics

@@ -10,6 +10,7 @@ from typing import NamedTuple, assert_never
 import torch
 from torch import Tensor
 
+from ppo_repro.base.processes import SLOTS
 from ppo_repro.base.ranks import Ranks
 from ppo_repro.base.seeding import permutation
 from ppo_repro.buffers import Advantages, Coefficients, ForwardPass, PolicyUpdate, ReturnStatistics, Rollout
@@ -39,7 +40,6 @@ from ppo_repro.config.algorithm import (
 from ppo_repro.config.layout import LayoutConfig
 from ppo_repro.config.run import RunConfig
 from ppo_repro.models.batches import MicroBatch, micro_batches
-from ppo_repro.numerics.optimizer import SLOTS
 from ppo_repro.numerics.sequences import slots_of_rank
 from ppo_repro.ppo import corrections, kl
 from ppo_repro.ppo.corrections import Correction, Corrections

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ppo_repro.base.mode import Mode
+from ppo_repro.base.processes import SLOTS
 from ppo_repro.models.batches import TokenBatch, lay_out
 from ppo_repro.models.folders import ADAPTER_TENSORS, save_adapter
 from ppo_repro.models.lora import Lora, add_lora, share_frozen
@@ -21,7 +22,7 @@ from ppo_repro.models.networks import ValueModel, make_policy, make_value_model,
 from ppo_repro.numerics.adamw import AdamWSettings
 from ppo_repro.numerics.families import trunk_of
 from ppo_repro.numerics.interface import Ints
-from ppo_repro.numerics.optimizer import SLOTS, Optimizer
+from ppo_repro.numerics.optimizer import Optimizer
 from ppo_repro.numerics.sequences import slots_of
 from ppo_repro.numerics.token_statistics import token_statistics
 from ppo_repro.numerics.weights import weights_digest

@@ -6,12 +6,13 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from ppo_repro.base.processes import SLOTS
 from ppo_repro.base.ranks import Ranks
 from ppo_repro.models.batches import lay_out
 from ppo_repro.models.lora import add_lora
 from ppo_repro.models.networks import make_policy, policy_logits
 from ppo_repro.numerics.adamw import AdamWSettings
-from ppo_repro.numerics.optimizer import SLOTS, Optimizer
+from ppo_repro.numerics.optimizer import Optimizer
 from ppo_repro.numerics.sequences import slots_of_rank
 from ppo_repro.numerics.shards import Shards
 from ppo_repro.numerics.token_statistics import token_statistics

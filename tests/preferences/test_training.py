@@ -19,7 +19,7 @@ from ppo_repro.numerics.adamw import AdamWSettings
 from ppo_repro.numerics.optimizer import Optimizer
 from ppo_repro.preferences.preference_pairs import Preference
 from ppo_repro.preferences.training import PairScorer, PairTraining
-from ppo_repro.runs.dpo import sequence_kl
+from ppo_repro.runs.dpo import RecordedRun, sequence_kl
 from ppo_repro.runs.prepare import prepare
 from ppo_repro.stages.rollout import sampling_of
 from tests.support.models import CONTEXT, ragged, source_model
@@ -87,7 +87,7 @@ def test_the_divergence_is_its_definition_on_the_unmodified_models(tmp_path: Pat
     for name in ("policy", "reference"):
         getattr(prepared.state, name).save_pretrained(tmp_path / name)
         models.append(AutoModelForCausalLM.from_pretrained(tmp_path / name).double())
-    found = sequence_kl(config, prepared, 2, ALONE)
+    found = sequence_kl(RecordedRun(config, prepared), 2, ALONE)
     total, problems = 0.0, prepared.task.problems.held_out
     requests = [Request(prepared.task.prompt_ids[p.key], sample_seed(2, 0, p.key, 0)) for p in problems]
     for request, done in zip(requests, prepared.engine.generate(requests, sampling_of(config)), strict=True):

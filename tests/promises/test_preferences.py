@@ -58,7 +58,7 @@ def test_the_divergence_is_sampled_without_the_noise_of_the_recorded_sampler(tmp
     with DPOKind(Silent()).open(dpo_config(noisy, tmp_path), None) as execution:
         assert execution.run is not None
         logits, ids = torch.zeros(1, 4), torch.zeros(1, dtype=torch.int64)
-        assert execution.run[1].engine.disturb(logits, ids, ids, 1.0) is logits
+        assert execution.run.prepared.engine.disturb(logits, ids, ids, 1.0) is logits
 
 
 def test_dpo_trains_all_weights_of_a_run_that_trained_adapters(tmp_path: Path) -> None:
@@ -66,7 +66,7 @@ def test_dpo_trains_all_weights_of_a_run_that_trained_adapters(tmp_path: Path) -
     adapted = language.small_run(tmp_path, *settings)
     with DPOKind(Silent()).open(dpo_config(adapted, tmp_path), None) as execution:
         assert execution.run is not None
-        assert all(parameter.requires_grad for parameter in execution.run[1].state.policy.parameters())
+        assert all(parameter.requires_grad for parameter in execution.run.prepared.state.policy.parameters())
 
 
 def test_dpo_in_native_numerics_takes_a_run_that_replayed_routes(tmp_path: Path) -> None:

@@ -266,6 +266,18 @@ def test_two_processes_give_the_fingerprint_of_one(recorded: Path, tmp_path: Pat
     assert manifest.load(run_dir).fingerprint == manifest.load(recorded).fingerprint
 
 
+def test_verify_calls_a_function_with_the_micro_batches_of_the_run(tmp_path: Path) -> None:
+    """In native numerics a loss may depend on the number of tokens in a call, as torch's rounding does."""
+    (tmp_path / "own.py").write_text("def loss(b): return -b.ratios * b.advantages * (1.0 + len(b.ratios) * 1e-3)")
+    objective = f"ppo.objective={{kind: function, path: {tmp_path}/own.py:loss, checked: false}}"
+    batches = ("rollout.prompts_per_iteration=12", "ppo.minibatch_size=36", "layout.update_micro_batch=7")
+    fields = sets("numerics.mode=native", "model.warm_start_steps=4", objective, *batches)
+    for ended in cli_ranks(2, "run", TINY, *fields, "--out", tmp_path / "runs"):
+        assert ended.code == 0, ended.err
+    verified = recomputed(run_below(tmp_path / "runs"))
+    assert verified.difference is None, verified.lines()
+
+
 @pytest.mark.slow
 def test_a_grid_of_three_functions_has_its_page(cli: Cli, tmp_path: Path) -> None:
     text = "def {0}(batch, scale=1.0):\n    return -batch.ratios * batch.advantages * scale * {1}\n"

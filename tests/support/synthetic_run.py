@@ -16,6 +16,7 @@ from ppo_repro.config.files import CONTROL, LANGUAGE, Kind, load_any
 from ppo_repro.config.inputs import Inputs
 from ppo_repro.records import arrow, digests, manifest, schema, writer
 from ppo_repro.records.manifest import IterationEntry, TableEntry
+from ppo_repro.records.run_state import Status
 from ppo_repro.records.writer import RunWriter
 from tests.support.paths import SMALL_CONTROL, TINY
 
@@ -151,7 +152,7 @@ def log_fields(entries: Sequence[IterationEntry]) -> dict[str, Any]:
     return {"num_iterations": len(entries), "log_bytes": size, "log_digest": digest}
 
 
-def head_at(whole: manifest.Manifest, iterations: int, status: manifest.Status) -> manifest.Head:
+def head_at(whole: manifest.Manifest, iterations: int, status: Status) -> manifest.Head:
     """What manifest.json said when so many iterations of the run were committed."""
     kept = whole.iterations[:iterations]
     then = {
@@ -164,7 +165,7 @@ def head_at(whole: manifest.Manifest, iterations: int, status: manifest.Status) 
     return whole.model_copy(update=then)
 
 
-def cut_back(run_dir: Path, iterations: int, status: manifest.Status) -> None:
+def cut_back(run_dir: Path, iterations: int, status: Status) -> None:
     """Make a complete run what it was after so many iterations."""
     whole = manifest.load(run_dir)
     for entry in whole.iterations[iterations:]:

@@ -84,8 +84,8 @@ def load_iterations(
     None.
     """
     recorded = reader.open_manifest(run_dir)
-    config = load_recorded_config(run_dir)
     chosen = own_iterations(run_dir, recorded, iterations)
+    config = load_recorded_config(run_dir)
     for _, summary in reader.read_iterations(run_dir, iterations=chosen, recorded=recorded).iterrows():
         iteration = int(summary["iteration"])
         rule = counted_rule(config.ppo, float(summary["clip_range"]), band)

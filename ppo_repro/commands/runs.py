@@ -98,15 +98,15 @@ def _working_together(
 
 
 @contextmanager
-def _resumable(begun: Path, ranks: Ranks) -> Iterator[None]:
-    """Print how to resume the run `begun` if Ctrl-C ends this block."""
+def _resumable(run_dir: Path, ranks: Ranks) -> Iterator[None]:
+    """Print how to resume a run if Ctrl-C ends this block."""
     try:
         yield
     except KeyboardInterrupt as error:
         if not ranks.is_first:
             raise
-        kept = how_to_go_on(begun)
-        raise type(error)(f"{error}; {kept}" if str(error) else kept) from error
+        remedy = how_to_go_on(run_dir)
+        raise type(error)(f"{error}; {remedy}" if str(error) else remedy) from error
 
 
 def _executed_by(kind: Kind, watcher: Watcher, ranks: Ranks) -> RunKind[Any, Any]:

@@ -218,19 +218,21 @@ def update(
     clip_range = ppo.clip_range * rate_factor(ppo.clip_range_schedule, index, ppo.iterations, 0)
     objective = Clip(clip_range, clip_range)
     state.optimizer.settings = replace(state.optimizer.settings, learning_rate=learning_rate)
-    whole = whiten(raw) if ppo.whiten_advantages == "iteration" else raw
+    iteration_advantages = whiten(raw) if ppo.whiten_advantages == "iteration" else raw
     steps = [
         (epoch, minibatch, tokens)
         for epoch in range(ppo.epochs)
         for minibatch, tokens in enumerate(minibatches(len(raw), ppo.minibatch_size, config.seed, index, epoch))
     ]
     for epoch, minibatch, tokens in steps:
-        used = whiten(whole[tokens]) if ppo.whiten_advantages == "minibatch" else whole[tokens]
+        minibatch_advantages = iteration_advantages[tokens]
+        if ppo.whiten_advantages == "minibatch":
+            minibatch_advantages = whiten(minibatch_advantages)
         batch = _Minibatch(
             observations=rollout.observations[tokens],
             actions=rollout.actions[tokens],
             rollout_logprobs=rollout.rollout_logprobs[tokens],
-            advantages=used,
+            advantages=minibatch_advantages,
             old_values=forward.values[tokens],
             returns=advantages.returns[tokens],
         )
@@ -240,8 +242,8 @@ def update(
             epoch=epoch,
             minibatch=minibatch,
             tokens=tokens,
-            advantages=used,
-            clip_flags=objective.flags(columns.ratios, used),
+            advantages=minibatch_advantages,
+            clip_flags=objective.flags(columns.ratios, minibatch_advantages),
             policy_loss=mean_of(columns.policy_losses),
             surrogate_loss=mean_of(columns.surrogates),
             entropy_loss=0.0 - ppo.entropy_coef * mean_of(columns.new_entropies),

@@ -163,13 +163,13 @@ def _keeping_unequal(run_dir: Path, execution: Execution[Item]) -> Iterator[None
         yield
     except UnequalBits as error:
         interrupts.ending()  # other processes may find the same difference, and end
-        folder, found = run_dir / UNEQUAL, error.found
+        folder, tokens = run_dir / UNEQUAL, error.found
         columns = {
-            "iteration": [found.iteration] * len(found.sequence),
-            "sequence": found.sequence.numpy(),
-            "position": found.position.numpy(),
-            found.left.name: found.left.values.numpy(),
-            found.right.name: found.right.values.numpy(),
+            "iteration": [tokens.iteration] * len(tokens.sequence),
+            "sequence": tokens.sequence.numpy(),
+            "position": tokens.position.numpy(),
+            tokens.left.name: tokens.left.values.numpy(),
+            tokens.right.name: tokens.right.values.numpy(),
         }
         try:
             with whole_folder(folder) as temporary:
@@ -180,7 +180,7 @@ def _keeping_unequal(run_dir: Path, execution: Execution[Item]) -> Iterator[None
             hint = str(failure)
         else:
             hint = f"all of them: {folder / UNEQUAL_TOKENS}"
-        raise UnequalBits(f"{error}; {hint}", found) from error
+        raise UnequalBits(f"{error}; {hint}", tokens) from error
 
 
 def work_along(kind: RunKind[Config, Item], config: Config, start: Start | None) -> None:

@@ -161,7 +161,7 @@ class LanguageKind(RunKind[RunConfig, Iteration]):
         with ExitStack() as stack:
             context = EngineContext(config, run_dir, self.recorded, self.watcher, self.ranks)
             # started first, so that its mistakes are reported before the minutes of a warm start
-            own = stack.enter_context(own_engine(context))
+            users_engine = stack.enter_context(own_engine(context))
             reference = None if start is None else start.reference
             prepared = prepare(config, self.watcher, reference, share=True, ranks=self.ranks)
             state, tokenizer, digests = prepared.state, prepared.task.tokenizer, _task_digests(prepared)
@@ -172,7 +172,7 @@ class LanguageKind(RunKind[RunConfig, Iteration]):
             if start is not None:
                 checkpoint.restore(start.take(), state, digests)
             stack.enter_context(_quick_collections())
-            engine = stack.enter_context(rollout_engine(context, own, prepared.engine, state, tokenizer))
+            engine = stack.enter_context(rollout_engine(context, users_engine, prepared.engine, state, tokenizer))
             checkpoints = Checkpoints(config, state, tokenizer, digests, is_adapted=prepared.lora is not None)
             yield LanguageExecution(config, prepared, engine, self.ranks, checkpoints, self.watcher, accuracy)
 

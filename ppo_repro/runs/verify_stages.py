@@ -198,7 +198,8 @@ def _updates(
     config: RunConfig, records: Records, processes: int, batch: TrainingBatch
 ) -> Iterator[buffers.MinibatchUpdate]:
     """Yield the optimizer steps of the schedule, with the recorded results of the networks."""
-    steps, count, end = records.tables["steps"].to_pylist(), records.tables["updates"].num_rows, 0
+    steps, count = records.tables["steps"].to_pylist(), records.tables["updates"].num_rows
+    end = 0
     schedule = Schedule(config, records.iteration)
     for step, planned in zip_longest(steps, schedule.planned_steps(len(batch.rollout.lengths))):
         if step is None or planned is None:
@@ -262,7 +263,8 @@ def _policy(
         exact_kl = records.tensor_or_none("updates", "kl_terms", rows)
         if exact_kl is None:  # then `_unrecorded` leaves out the losses of this iteration
             exact_kl = torch.zeros_like(logprobs)
-    columns, end = list[PolicyColumns](), 0
+    columns: list[PolicyColumns] = []
+    end = 0
     for micro_batch in minibatch.micro_batches:
         tokens = micro_batch.tokens
         start, end = end, end + len(tokens)

@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.output import Parser, tell
+from ppo_repro.base.processes import SLOTS
 from ppo_repro.base.program import program
 from ppo_repro.models.batches import lay_out
 from ppo_repro.models.load import load_folder
@@ -29,7 +30,6 @@ from ppo_repro.models.networks import make_policy, policy_logits
 from ppo_repro.models.stock import float64
 from ppo_repro.numerics import library
 from ppo_repro.numerics.gradient_sums import GradientSums
-from ppo_repro.numerics.optimizer import SLOTS
 from ppo_repro.numerics.sequences import slots_of
 from ppo_repro.numerics.token_statistics import token_statistics
 from ppo_repro.runs.accuracy import (

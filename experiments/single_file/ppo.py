@@ -29,13 +29,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, Qwen3Config, 
 
 import ppo_repro
 from ppo_repro.api.text import Response
+from ppo_repro.base.processes import SLOTS
 from ppo_repro.base.seeding import permutation, sample_seed
 from ppo_repro.models.batches import TokenBatch, lay_out
 from ppo_repro.models.networks import make_value_model, policy_logits, value_predictions
 from ppo_repro.models.tiny import draw_weights, make_tokenizer
 from ppo_repro.numerics import exp
 from ppo_repro.numerics.adamw import AdamWSettings
-from ppo_repro.numerics.optimizer import SLOTS, Optimizer
+from ppo_repro.numerics.optimizer import Optimizer
 from ppo_repro.numerics.sequences import slots_of
 from ppo_repro.numerics.sums import mean_of
 from ppo_repro.numerics.token_statistics import token_statistics

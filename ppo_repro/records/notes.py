@@ -39,12 +39,12 @@ def read_environments(run_dir: Path, recorded: Head) -> list[dict[str, Any]]:
 def processes_by_iteration(run_dir: Path, recorded: Head) -> list[int]:
     """Return how many processes computed each recorded iteration. Raises UserError if a note is missing or damaged.
 
-    An iteration that a resumed run computed again counts for the resumed run.
+    An iteration that a resumed run only computed again counts for the processes that recorded it.
     """
     processes = [read_note(run_dir, recorded, ENVIRONMENT_NAME)["processes"]] * recorded.num_iterations
     for name in resumed_notes(recorded):
         note = read_note(run_dir, recorded, name)
-        start = note["iteration"]
+        start = note.get("recorded", note["iteration"])  # older notes lack the iterations that were recorded then
         processes[start:] = [note["environment"]["processes"]] * len(processes[start:])
     return processes
 

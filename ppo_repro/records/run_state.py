@@ -20,7 +20,7 @@ Other states are in no manifest. These functions derive them from the files:
 | killed | `state_of`, for `show`, `verify`, `view` and `api/` | `running`, but no process writes the run |
 | damaged | `show` of a folder of runs | a file that the list needs cannot be read |
 | missing | `grids/cell.py` | the cell has no run, and no attempt at it has ended |
-| interrupted | `grids/cell.py` | `running`, but the cell's last attempt has ended; or a signal ended it without a run |
+| interrupted | `grids/cell.py` | the last attempt ended and the run is `running`, or no run and no code 1 or 2 |
 | failed | `grids/cell.py` | the last attempt ended with an error, without a run |
 
 torchrun exits with 1 whatever the exit codes of its processes are, so a cell of several processes that a signal ends

@@ -117,8 +117,9 @@ def read_results(run_dir: Path, recorded: Manifest, rows: pd.DataFrame) -> PPORe
     """Read the results of a complete run; `rows` is its table `iterations`."""
     if recorded.kind == DPO:
         return _dpo_figures(run_dir, recorded, rows)
-    draws = NONE
-    for index in recorded.own_iterations if recorded.kind == LANGUAGE else ():  # one iteration in memory at a time
+    draws, config = NONE, load_any_recorded_config(run_dir, recorded)
+    is_drawn = isinstance(config, RunConfig) and _are_drawn(config)
+    for index in recorded.own_iterations if is_drawn else ():  # one iteration in memory at a time
         tokens = reader.read_tokens(run_dir, iterations=[index], columns=DRAW_COLUMNS, recorded=recorded)
         draws += draws_of_records(index, tokens)
     return ppo_results(run_dir, recorded, rows, draws)
@@ -150,8 +151,12 @@ def ppo_results(run_dir: Path, recorded: Manifest, rows: pd.DataFrame, draws: Dr
         numerical_accuracy=read_accuracy(run_dir, recorded),
         card=read_card(run_dir, recorded),
     )
-    were_drawn = not config.mismatch.trainer.retokenize  # tokens that were encoded again were not drawn
-    return LanguageResults(config, agreement, draws if were_drawn else NONE, figures)
+    return LanguageResults(config, agreement, draws if _are_drawn(config) else NONE, figures)
+
+
+def _are_drawn(config: RunConfig) -> bool:
+    """Return whether the recorded tokens were drawn. Tokens that were encoded again were not."""
+    return not config.mismatch.trainer.retokenize
 
 
 def recorded_agreement(own: pd.DataFrame) -> AgreementCounts:

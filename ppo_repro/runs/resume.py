@@ -78,7 +78,12 @@ def resume(
                 **describe_environment(config, ranks.size, describe_code()),
                 folder.STARTED: as_text(clock.started),
             }
-            tree = {"iteration": resumed.start, "overrides": list(overrides), "environment": environment}
+            tree = {
+                "iteration": resumed.start,
+                "recorded": resumed.recorded,
+                "overrides": list(overrides),
+                "environment": environment,
+            }
             with tracking:
                 try:
                     _mark_resumed(run_dir, plan.recorded, files, contents, tree)

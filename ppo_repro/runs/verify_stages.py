@@ -118,8 +118,8 @@ def recompute(run_dir: Path, recorded: Manifest) -> Recomputed | None:
     if recorded.origin is not None:  # copied iterations have the origin's configuration
         coefficients = checkpoint.load_coefficients(run_dir / FORKED_FROM, recorded.files[FORKED_FROM])
     compared, left_out = dict[Stage, int](), dict[Stage, LeftOut]()
-    if config.numerics.mode == "native":
-        torch.set_num_threads(config.layout.threads)  # they divide long tensors
+    threads = config.layout.threads if config.mismatch.sampler.stock or config.numerics.mode == "native" else 1
+    torch.set_num_threads(threads)  # of the run; they divide long tensors
     processes = processes_by_iteration(run_dir, recorded)
     for iteration in iterations:
         records = read_iteration(run_dir, recorded, iteration)

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 import ppo_repro
 from ppo_repro.base.mode import Precision
+from ppo_repro.base.processes import SLOTS
 from ppo_repro.base.watcher import Silent
 from ppo_repro.config.dpo import DPOConfig
 from ppo_repro.config.files import load_config, read_tree, validated
@@ -24,7 +25,7 @@ from ppo_repro.models.batches import TokenBatch, lay_out
 from ppo_repro.models.networks import make_policy, policy_logits
 from ppo_repro.numerics import devices, library
 from ppo_repro.numerics.adamw import AdamWSettings
-from ppo_repro.numerics.optimizer import SLOTS, Optimizer
+from ppo_repro.numerics.optimizer import Optimizer
 from ppo_repro.numerics.sequences import slots_of
 from ppo_repro.numerics.token_statistics import token_statistics
 from ppo_repro.records import manifest

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from ppo_repro.base.mode import Precision
+from ppo_repro.base.processes import SLOTS
 from ppo_repro.config.files import load_config
 from ppo_repro.engine import Request, Sampling
 from ppo_repro.models.batches import TokenBatch, lay_out
@@ -23,7 +24,7 @@ from ppo_repro.numerics import library
 from ppo_repro.numerics.adamw import AdamWSettings
 from ppo_repro.numerics.linear import linear
 from ppo_repro.numerics.matrices import PRECISIONS
-from ppo_repro.numerics.optimizer import SLOTS, Optimizer
+from ppo_repro.numerics.optimizer import Optimizer
 from ppo_repro.numerics.sequences import slots_of
 from ppo_repro.numerics.token_sampling import sample_tokens
 from ppo_repro.numerics.token_statistics import token_statistics

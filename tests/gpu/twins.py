@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
+from ppo_repro.base.processes import SLOTS
 from ppo_repro.numerics.interface import constants, ffi
 from ppo_repro.numerics.matrices import PRECISIONS
-from ppo_repro.numerics.optimizer import SLOTS
 from ppo_repro.numerics.sequences import slots_of
 
 LEVELS = 3

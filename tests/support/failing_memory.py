@@ -21,12 +21,13 @@ from torch import Tensor
 
 import ppo_repro
 from ppo_repro.base.errors import OutOfMemory
+from ppo_repro.base.processes import SLOTS
 from ppo_repro.numerics import build, library
 from ppo_repro.numerics.adamw import AdamWSettings
 from ppo_repro.numerics.interface import ints
 from ppo_repro.numerics.lowering import Lowered, lower
 from ppo_repro.numerics.network import logits, network_of
-from ppo_repro.numerics.optimizer import SLOTS, Optimizer
+from ppo_repro.numerics.optimizer import Optimizer
 from ppo_repro.numerics.sequences import ragged, slots_of
 from ppo_repro.numerics.token_statistics import token_statistics
 from tests.support.broken import broken_library, broken_sources

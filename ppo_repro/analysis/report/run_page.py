@@ -45,7 +45,8 @@ def _ppo_page(facts: Facts, responses: int) -> str:
     results = ppo_results(facts.run_dir, facts.manifest, facts.iterations, numbers.counts.draws)
     on_policy = [Statement(line.kind, sentence(line.text)) for line in on_policy_lines(results)]
     mismatch = None
-    if results.agreement.unequal_old_rollout_logprobs and has_responses(facts.manifest):
+    has_mismatch = results.agreement.unequal_old_rollout_logprobs or numbers.counts.deltas.any()
+    if has_mismatch and has_responses(facts.manifest):
         mismatch = read_mismatch(facts)
         on_policy.append(cause_statement(mismatch))
     learning, optimisation, beside_mismatch = (

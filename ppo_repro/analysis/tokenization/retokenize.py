@@ -75,7 +75,7 @@ def _ids_without_end(sequences: pd.DataFrame, tokenizer: RecordedTokenizer) -> l
 def _first_difference(ids: list[int], new_ids: list[int]) -> float:
     """Return the index of the first difference; NaN if there is none."""
     pairs = enumerate(zip_longest(ids, new_ids))
-    return next((index for index, (old, new) in pairs if old != new), math.nan)
+    return next((float(index) for index, (old, new) in pairs if old != new), math.nan)
 
 
 def drift_summary(drift: pd.DataFrame) -> DriftSummary:

@@ -314,7 +314,6 @@ void begin_call(void *stream);
 int set_threads(int threads);
 void forget_workers(void);
 
-
 // scratch.c, memory.c
 void free_scratch(void);
 void trim_heap(void);

@@ -121,13 +121,18 @@ def _settings(folder: Path, runs: Sequence[OneRun]) -> dict[Setting, list[OneRun
     setups of the runs differ, without the seed.
     """
     settings: dict[Setting, list[OneRun]] = {}
-    by_differences = settings_of([setup_of(run.facts.run_dir, run.facts.manifest) for run in runs])
-    for setting, run in _by_axes(folder, runs) or zip(by_differences, runs, strict=True):
+    for setting, run in _by_axes(folder, runs) or _by_differences(runs):
         settings.setdefault(setting, []).append(run)
     labels = [[read_label(run.facts.run_dir).name for run in group] for group in settings.values()]
     experiments = [group[0].facts.config.experiment for group in settings.values()]
     names = setting_names([setting.short for setting in settings], labels, experiments)
     return {Setting(name, setting.whole): group for name, (setting, group) in zip(names, settings.items(), strict=True)}
+
+
+def _by_differences(runs: Sequence[OneRun]) -> list[tuple[Setting, OneRun]]:
+    """Return each run with its values of the fields in which the setups of the runs differ as setting."""
+    found = settings_of([setup_of(run.facts.run_dir, run.facts.manifest) for run in runs])
+    return list(zip(found, runs, strict=True))
 
 
 def setting_names(texts: Sequence[str], labels: Sequence[Sequence[str]], experiments: Sequence[str]) -> list[str]:

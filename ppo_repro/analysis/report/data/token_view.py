@@ -144,8 +144,10 @@ def responses_by_token(
     tokens = tokens.join(_epoch_columns(tokens, updates, place))
     tokens = tokens.assign(delta=deltas(tokens), special=are_special(tokens))
     chosen_by_sequence: dict[Hashable, ChosenResponse] = {response.sequence: response for response in chosen}
-    sequence_rows = {row["sequence"]: row for row in sequences.to_dict("records")}
-    chosen_tokens = tokens[tokens["sequence"].isin(list(chosen_by_sequence))]
+    chosen_sequences, chosen_tokens = (
+        rows[rows["sequence"].isin(list(chosen_by_sequence))] for rows in (sequences, tokens)
+    )
+    sequence_rows = {row["sequence"]: row for row in chosen_sequences.to_dict("records")}
     return [
         _shown(chosen_by_sequence[sequence], sequence_rows[sequence], rows.sort_values("position"))
         for sequence, rows in chosen_tokens.groupby("sequence", sort=True)

@@ -49,6 +49,8 @@ def learning(facts: Facts, results: PPOResults) -> list[Statement]:
 
 def _evaluated(facts: Facts, column: str, name: str, change: Change, how: str) -> str:
     """Return a sentence about the first and the last evaluation of one metric."""
+    if math.isnan(change.first):
+        return f"{name}: not measured."
     measured = facts.iterations.loc[facts.iterations[column].notna(), "iteration"]
     is_final = column in facts.manifest.final
     if not is_final and len(measured) < 2:

@@ -219,7 +219,7 @@ def test_a_response_that_is_gone_leaves_the_search_as_it_is(browser: Any, native
 def test_no_page_can_frame_the_view(browser: Any, native_run: Path, tmp_path: Path, framed: bool) -> None:
     """Control: a page that allows it is framed."""
     with served(native_run) as server:
-        (tmp_path / "inside.html").write_text("<p id=found>free</p>")
+        (tmp_path / "inside.html").write_text("<p id=summary>free</p>")
         address = server.address if framed else (tmp_path / "inside.html").as_uri()
         (tmp_path / "outside.html").write_text(f'<iframe src="{address}"></iframe>')
         look(browser)

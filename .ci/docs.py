@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import pkgutil
 import re
 import sys
+import typing
 from importlib import import_module
 from pathlib import Path
 
@@ -66,6 +68,16 @@ def _with_short_default(parameter: inspect.Parameter) -> inspect.Parameter:
     return parameter.replace(default=Long()) if is_long else parameter
 
 
+def name_field_types() -> None:
+    """Give the constructors of named tuples their types, which stand there as text that pdoc cannot read."""
+    for package in map(import_module, ANALYSES):
+        for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            module = import_module(found.name)
+            for _, value in inspect.getmembers(module, inspect.isclass):
+                if hasattr(value, "_fields") and value.__module__ == module.__name__:
+                    value.__new__.__annotations__ = typing.get_type_hints(value)
+
+
 def main() -> None:
     """Write one page for each module, and an index, into a folder."""
     (folder,) = sys.argv[1:]
@@ -75,6 +87,7 @@ def main() -> None:
         for public in module.__all__:  # loaded at their first use, and pages list what is loaded
             setattr(module, public, getattr(module, public))
     shorten_types()
+    name_field_types()
     pdoc.render.configure(
         docformat="google", show_source=False, footer_text=f"ppo_repro {import_module(NAME).__version__}"
     )

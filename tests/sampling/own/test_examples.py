@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from ppo_repro.numerics.library import cpu_words
 from ppo_repro.records import reader
 from tests.support.cli import Cli
 from tests.support.language import rerun, small_run
@@ -70,12 +71,14 @@ def test_an_engine_with_older_weights_is_found(cli: Cli, tmp_path: Path) -> None
     assert "; weights that the run started with; that leaves" in out
 
 
+# the worker of vLLM 0.32 dies at its first bfloat16 request on a CPU with AMX, and vLLM answers with status 500
+NO_BFLOAT16_ON_AMX = pytest.mark.skipif("amx_bf16" in cpu_words("flags"), reason="vLLM: bfloat16 on a CPU with AMX")
 SMALL_SERVER = "arguments: [--enforce-eager, --gpu-memory-utilization, '0.1']"
 
 
 @pytest.mark.vllm
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=NO_BFLOAT16_ON_AMX)])
 def test_a_vllm_server(dtype: str, cli: Cli, tmp_path: Path) -> None:
     assert VLLM, "PPO_REPRO_VLLM_PYTHON: the interpreter of an environment that .ci/server.sh made"
     run_dir = sampled_by(EXAMPLES / "vllm_server.py", tmp_path, f"python: {VLLM}, dtype: {dtype}, {SMALL_SERVER}")

@@ -10,7 +10,7 @@ volcengine/verl; openrlhf/cli/train_ppo_ray.py of OpenRLHF/OpenRLHF.
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 
 @dataclass(frozen=True)
@@ -18,10 +18,11 @@ class Row:
     """A field of this package, and the names of the same field in other frameworks."""
 
     ours: str  # as after --set
+    _: KW_ONLY
     trl: str = ""  # names with a space between them
     verl: str = ""  # the end of the dotted name
     openrlhf: str = ""
-    differs: str = ""  # difference in meaning
+    differs: str = ""  # difference in meaning, which a suggestion tells
     also: str = ""  # what people write besides, in nobody's configuration
 
     @property
@@ -31,72 +32,71 @@ class Row:
 
 
 ROWS = (
-    # here, TRL, verl, OpenRLHF, what differs, also
-    Row("experiment", "run_name exp_name", "trainer.experiment_name", "wandb_run_name", "", "name"),
-    Row("model.path", "model_name_or_path sft_model_path", "model.path", "pretrain", "a folder, with `kind: folder`", "model.name model_name model_path name_or_path"),
-    Row("task.path", "train_dataset dataset_name", "data.train_files", "prompt_data", "JSON Lines", "dataset"),
-    Row("task.eval_path", "eval_dataset", "data.val_files", "eval_dataset", "`task.num_eval_prompts` of its prompts, or of task.path's"),
-    Row("task.prompt_template", "", "data.prompt_key", "", "a text with {NAME} for a field"),
-    Row("task.chat_template", "", "", "apply_chat_template"),
-    Row("rollout.prompts_per_iteration", "generation_batch_size", "data.train_batch_size", "rollout_batch_size", "TRL counts responses", "batch_size"),
-    Row("rollout.samples_per_prompt", "num_generations", "rollout.n", "n_samples_per_prompt"),
-    Row("rollout.max_response_tokens", "max_completion_length response_length", "data.max_response_length", "generate_max_len", "", "max_new_tokens max_tokens"),
-    Row("numerics.max_context", "max_length vllm_max_model_length", "data.max_prompt_length rollout.max_model_len", "prompt_max_len max_len", "prompt plus response", "max_prompt_length"),
-    Row("rollout.engine.kind", "use_vllm vllm_mode", "rollout.name", "vllm_num_engines"),
-    Row("reward.terms", "reward_funcs reward_model_path", "custom_reward_function.path reward_model.path", "remote_rm_url reward_pretrain", "kinds `function`, `trl`, `verl`, `model`", "reward_function reward_model"),
-    Row("reward.terms.weight", "reward_weights"),
-    Row("reward.whiten", "whiten_rewards"),
-    Row("kl.kl_coef", "beta kl_coef", "kl_ctrl.kl_coef kl_loss_coef", "init_kl_coef", "", "coef"),
-    Row("kl.placement", "", "use_kl_in_reward use_kl_loss", "use_kl_loss", "TRL's GRPO: `loss`"),
-    Row("kl.estimator", "kl_estimator", "kl_penalty kl_loss_type", "kl_estimator", "verl's `low_var_kl` is `k3`"),
-    Row("kl.controller.kind", "adap_kl_ctrl", "kl_ctrl.type"),
-    Row("kl.controller.target_kl", "target", "kl_ctrl.target_kl", "kl_target"),
-    Row("kl.controller.horizon", "horizon", "kl_ctrl.horizon", "kl_horizon"),
-    Row("advantages.kind", "", "adv_estimator", "advantage_estimator", "GRPO is `group`", "estimator"),
-    Row("advantages.gae_lambda", "lam", "lam", "lambd", "", "lambda"),
-    Row("advantages.scale", "scale_rewards", "norm_adv_by_std_in_grpo", "no_advantage_std_norm", "`kind: group`; OpenRLHF's means the opposite"),
-    Row("value.learning_rate", "", "critic.optim.lr", "critic_learning_rate", "", "lr critic.lr critic_lr"),
-    Row("value.clip_range", "cliprange_value", "critic.cliprange_value", "value_clip"),
-    Row("value.value_coef", "vf_coef", "", "", "`kind: head`"),
-    Row("ppo.iterations", "max_steps total_episodes", "trainer.total_training_steps total_epochs", "num_episodes", "counts rollouts, not optimizer steps (TRL's `max_steps`), episodes or passes over prompts", "steps num_steps"),
-    Row("ppo.epochs", "num_iterations num_ppo_epochs", "ppo_epochs", "max_epochs", "", "update_epochs"),
-    Row("ppo.minibatch_size", "mini_batch_size", "ppo_mini_batch_size", "train_batch_size", "responses; verl counts prompts", "minibatch batch_size"),
-    Row("ppo.learning_rate", "learning_rate", "actor.optim.lr", "actor_learning_rate", "", "lr"),
-    Row("ppo.objective.kind", "loss_type importance_sampling_level", "policy_loss.loss_mode", "policy_loss_type"),
-    Row("ppo.objective.clip_range", "epsilon cliprange", "clip_ratio clip_ratio_low", "eps_clip", "", "clip clip_low eps"),
-    Row("ppo.objective.clip_range_high", "epsilon_high", "clip_ratio_high", "eps_clip_low_high", "", "clip_high"),
-    Row("ppo.objective.dual_clip", "delta", "clip_ratio_c", "dual_clip"),
-    Row("ppo.aggregation", "loss_type", "loss_agg_mode", "", "`dapo` and `token-mean` are `token_mean`"),
-    Row("ppo.importance_weights", "vllm_importance_sampling_correction vllm_importance_sampling_mode", "rollout_correction.rollout_is", "enable_vllm_is_correction"),
-    Row("ppo.importance_weights.cap", "vllm_importance_sampling_cap", "rollout_is_threshold", "vllm_is_truncated_threshold"),
-    Row("ppo.rejection", "", "rollout_correction.rollout_rs", "", "a list of rules; bounds are of w, verl's of 1 / w"),
-    Row("ppo.ratio_anchor", "", "rollout_correction.bypass_mode", "", "true is `rollout`, false is `old`"),
-    Row("ppo.entropy_coef", "", "entropy_coeff", "entropy_loss_coef", "", "ent_coef"),
-    Row("ppo.schedule", "lr_scheduler_type", "optim.warmup_style", "lr_scheduler", "", "lr_schedule scheduler"),
-    Row("ppo.warmup_iterations", "warmup_steps warmup_ratio", "optim.lr_warmup_steps lr_warmup_steps_ratio", "lr_warmup_ratio"),
-    Row("ppo.adam_beta2", "", "", "adam_betas", "beta1 is 0.9"),
-    Row("ppo.adam_eps", "adam_epsilon"),
-    Row("ppo.weight_decay", "", "", "l2"),
-    Row("ppo.max_grad_norm", "", "grad_clip", "max_norm"),
-    Row("lora.rank", "lora_r", "lora_rank", "lora_rank"),
-    Row("lora.alpha", "lora_alpha", "lora_alpha", "lora_alpha"),
-    Row("lora.target_modules", "lora_target_modules"),
-    Row("evaluation.every", "eval_steps", "trainer.test_freq", "eval_steps"),
-    Row("checkpoints.every", "save_steps", "trainer.save_freq", "save_steps"),
-    Row("checkpoints.keep", "save_total_limit", "trainer.max_actor_ckpt_to_keep", "max_ckpt_num"),
-    Row("layout.update_micro_batch", "per_device_train_batch_size", "ppo_micro_batch_size_per_gpu", "micro_train_batch_size", "changes no result", "ppo_micro_batch_size"),
-    Row("layout.forward_micro_batch", "local_rollout_forward_batch_size", "log_prob_micro_batch_size_per_gpu", "micro_rollout_batch_size", "changes no result"),
-    Row("layout.gradient_checkpointing", "", "enable_gradient_checkpointing"),
-    Row("ppo.clip_range", "", "", "", "", "clip clip_coef eps_clip epsilon cliprange"),
-    Row("ppo.value_coef", "", "", "", "", "vf_coef"),
-    Row("ppo.gae_lambda", "", "", "", "", "lam lambda"),
-    Row("environment.id", "", "", "", "", "env env_id env_name"),
-    Row("environment.num_envs", "", "", "", "", "n_envs"),
-    Row("environment.steps_per_env", "", "", "", "", "n_steps num_steps"),
-    Row("dpo.beta", "beta", "", "", "in files for DPO", "beta"),
-    Row("dpo.learning_rate", "learning_rate", "", "", "", "lr"),
-    Row("dpo.epochs", "num_train_epochs"),
-    Row("dpo.minibatch_size", "per_device_train_batch_size", "", "", "pairs", "batch_size"),
+    Row("experiment", trl="run_name exp_name", verl="trainer.experiment_name", openrlhf="wandb_run_name", also="name"),
+    Row("model.path", trl="model_name_or_path sft_model_path", verl="model.path", openrlhf="pretrain", differs="a folder, with `kind: folder`", also="model.name model_name model_path name_or_path"),
+    Row("task.path", trl="train_dataset dataset_name", verl="data.train_files", openrlhf="prompt_data", differs="JSON Lines", also="dataset"),
+    Row("task.eval_path", trl="eval_dataset", verl="data.val_files", openrlhf="eval_dataset", differs="`task.num_eval_prompts` of its prompts, or of task.path's"),
+    Row("task.prompt_template", verl="data.prompt_key", differs="a text with {NAME} for a field"),
+    Row("task.chat_template", openrlhf="apply_chat_template"),
+    Row("rollout.prompts_per_iteration", trl="generation_batch_size", verl="data.train_batch_size", openrlhf="rollout_batch_size", differs="TRL counts responses", also="batch_size"),
+    Row("rollout.samples_per_prompt", trl="num_generations", verl="rollout.n", openrlhf="n_samples_per_prompt"),
+    Row("rollout.max_response_tokens", trl="max_completion_length response_length", verl="data.max_response_length", openrlhf="generate_max_len", also="max_new_tokens max_tokens"),
+    Row("numerics.max_context", trl="max_length vllm_max_model_length", verl="data.max_prompt_length rollout.max_model_len", openrlhf="prompt_max_len max_len", differs="prompt plus response", also="max_prompt_length"),
+    Row("rollout.engine.kind", trl="use_vllm vllm_mode", verl="rollout.name", openrlhf="vllm_num_engines"),
+    Row("reward.terms", trl="reward_funcs reward_model_path", verl="custom_reward_function.path reward_model.path", openrlhf="remote_rm_url reward_pretrain", differs="kinds `function`, `trl`, `verl`, `model`", also="reward_function reward_model"),
+    Row("reward.terms.weight", trl="reward_weights"),
+    Row("reward.whiten", trl="whiten_rewards"),
+    Row("kl.kl_coef", trl="beta kl_coef", verl="kl_ctrl.kl_coef kl_loss_coef", openrlhf="init_kl_coef", also="coef"),
+    Row("kl.placement", verl="use_kl_in_reward use_kl_loss", openrlhf="use_kl_loss", differs="TRL's GRPO: `loss`"),
+    Row("kl.estimator", trl="kl_estimator", verl="kl_penalty kl_loss_type", openrlhf="kl_estimator", differs="verl's `low_var_kl` is `k3`"),
+    Row("kl.controller.kind", trl="adap_kl_ctrl", verl="kl_ctrl.type"),
+    Row("kl.controller.target_kl", trl="target", verl="kl_ctrl.target_kl", openrlhf="kl_target"),
+    Row("kl.controller.horizon", trl="horizon", verl="kl_ctrl.horizon", openrlhf="kl_horizon"),
+    Row("advantages.kind", verl="adv_estimator", openrlhf="advantage_estimator", differs="GRPO is `group`", also="estimator"),
+    Row("advantages.gae_lambda", trl="lam", verl="lam", openrlhf="lambd", also="lambda"),
+    Row("advantages.scale", trl="scale_rewards", verl="norm_adv_by_std_in_grpo", openrlhf="no_advantage_std_norm", differs="`kind: group`; OpenRLHF's means the opposite"),
+    Row("value.learning_rate", verl="critic.optim.lr", openrlhf="critic_learning_rate", also="lr critic.lr critic_lr"),
+    Row("value.clip_range", trl="cliprange_value", verl="critic.cliprange_value", openrlhf="value_clip"),
+    Row("value.value_coef", trl="vf_coef", differs="`kind: head`"),
+    Row("ppo.iterations", trl="max_steps total_episodes", verl="trainer.total_training_steps total_epochs", openrlhf="num_episodes", differs="counts rollouts, not optimizer steps (TRL's `max_steps`), episodes or passes over prompts", also="steps num_steps"),
+    Row("ppo.epochs", trl="num_iterations num_ppo_epochs", verl="ppo_epochs", openrlhf="max_epochs", also="update_epochs"),
+    Row("ppo.minibatch_size", trl="mini_batch_size", verl="ppo_mini_batch_size", openrlhf="train_batch_size", differs="responses; verl counts prompts", also="minibatch batch_size"),
+    Row("ppo.learning_rate", trl="learning_rate", verl="actor.optim.lr", openrlhf="actor_learning_rate", also="lr"),
+    Row("ppo.objective.kind", trl="loss_type importance_sampling_level", verl="policy_loss.loss_mode", openrlhf="policy_loss_type"),
+    Row("ppo.objective.clip_range", trl="epsilon cliprange", verl="clip_ratio clip_ratio_low", openrlhf="eps_clip", also="clip clip_low eps"),
+    Row("ppo.objective.clip_range_high", trl="epsilon_high", verl="clip_ratio_high", openrlhf="eps_clip_low_high", also="clip_high"),
+    Row("ppo.objective.dual_clip", trl="delta", verl="clip_ratio_c", openrlhf="dual_clip"),
+    Row("ppo.aggregation", trl="loss_type", verl="loss_agg_mode", differs="`dapo` and `token-mean` are `token_mean`"),
+    Row("ppo.importance_weights", trl="vllm_importance_sampling_correction vllm_importance_sampling_mode", verl="rollout_correction.rollout_is", openrlhf="enable_vllm_is_correction"),
+    Row("ppo.importance_weights.cap", trl="vllm_importance_sampling_cap", verl="rollout_is_threshold", openrlhf="vllm_is_truncated_threshold"),
+    Row("ppo.rejection", verl="rollout_correction.rollout_rs", differs="a list of rules; bounds are of w, verl's of 1 / w"),
+    Row("ppo.ratio_anchor", verl="rollout_correction.bypass_mode", differs="true is `rollout`, false is `old`"),
+    Row("ppo.entropy_coef", verl="entropy_coeff", openrlhf="entropy_loss_coef", also="ent_coef"),
+    Row("ppo.schedule", trl="lr_scheduler_type", verl="optim.warmup_style", openrlhf="lr_scheduler", also="lr_schedule scheduler"),
+    Row("ppo.warmup_iterations", trl="warmup_steps warmup_ratio", verl="optim.lr_warmup_steps lr_warmup_steps_ratio", openrlhf="lr_warmup_ratio"),
+    Row("ppo.adam_beta2", openrlhf="adam_betas", differs="beta1 is 0.9"),
+    Row("ppo.adam_eps", trl="adam_epsilon"),
+    Row("ppo.weight_decay", openrlhf="l2"),
+    Row("ppo.max_grad_norm", verl="grad_clip", openrlhf="max_norm"),
+    Row("lora.rank", trl="lora_r", verl="lora_rank", openrlhf="lora_rank"),
+    Row("lora.alpha", trl="lora_alpha", verl="lora_alpha", openrlhf="lora_alpha"),
+    Row("lora.target_modules", trl="lora_target_modules"),
+    Row("evaluation.every", trl="eval_steps", verl="trainer.test_freq", openrlhf="eval_steps"),
+    Row("checkpoints.every", trl="save_steps", verl="trainer.save_freq", openrlhf="save_steps"),
+    Row("checkpoints.keep", trl="save_total_limit", verl="trainer.max_actor_ckpt_to_keep", openrlhf="max_ckpt_num"),
+    Row("layout.update_micro_batch", trl="per_device_train_batch_size", verl="ppo_micro_batch_size_per_gpu", openrlhf="micro_train_batch_size", differs="changes no result", also="ppo_micro_batch_size"),
+    Row("layout.forward_micro_batch", trl="local_rollout_forward_batch_size", verl="log_prob_micro_batch_size_per_gpu", openrlhf="micro_rollout_batch_size", differs="changes no result"),
+    Row("layout.gradient_checkpointing", verl="enable_gradient_checkpointing"),
+    Row("ppo.clip_range", also="clip clip_coef eps_clip epsilon cliprange"),
+    Row("ppo.value_coef", also="vf_coef"),
+    Row("ppo.gae_lambda", also="lam lambda"),
+    Row("environment.id", also="env env_id env_name"),
+    Row("environment.num_envs", also="n_envs"),
+    Row("environment.steps_per_env", also="n_steps num_steps"),
+    Row("dpo.beta", trl="beta", differs="in files for DPO", also="beta"),
+    Row("dpo.learning_rate", trl="learning_rate", also="lr"),
+    Row("dpo.epochs", trl="num_train_epochs"),
+    Row("dpo.minibatch_size", trl="per_device_train_batch_size", differs="pairs", also="batch_size"),
 )  # fmt: skip
 
 FLOAT32 = "float32 only; mismatch.sampler.precision and mismatch.sampler.stock let the sampler round"
@@ -124,20 +124,20 @@ NO_FIELD = {  # names that belong to nothing here by intention, and why
 }
 
 
-def meant(path: str, known: Collection[str]) -> list[str]:
-    """Return the fields of `known` with the same meaning as a dotted path of another framework.
+def meant(path: str, known: Collection[str]) -> list[Row]:
+    """Return the rows of `known` fields with the same meaning as a dotted path of another framework.
 
     The longest names that end the path count; if there are none, names that end with the path.
     """
-    written, candidates = path.lower().replace("-", "_").split("."), list[tuple[int, str]]()
+    written, candidates = path.lower().replace("-", "_").split("."), list[tuple[int, Row]]()
     for row in ROWS:
         for parts in (name.split(".") for name in row.names if row.ours in known):
             if written[-len(parts) :] == parts:
-                candidates.append((len(parts), row.ours))
+                candidates.append((len(parts), row))
             elif parts[-len(written) :] == written:
-                candidates.append((0, row.ours))
+                candidates.append((0, row))
     longest = max((length for length, _ in candidates), default=0)
-    return list(dict.fromkeys(ours for length, ours in candidates if length == longest))
+    return [row for length, row in candidates if length == longest]
 
 
 def reason(path: str) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import date
@@ -72,9 +73,7 @@ def validated(model: type[Model], tree: Any, source: str) -> Model:
 
     Raises UserError with a line for every mistake: field, value, what is allowed.
     """
-    if isinstance(tree, dict):
-        from_folder(tree, Path.cwd())
-    return as_written(model, tree, source)
+    return as_written(model, from_folder(tree, Path.cwd()), source)
 
 
 def as_written(model: type[Model], tree: Any, source: str) -> Model:
@@ -94,8 +93,7 @@ def read_tree(path: Path, overrides: Sequence[str] = (), kinds: Sequence[str] = 
     anything is wrong.
     """
     file = found(path)
-    tree = read_yaml(file)
-    from_folder(tree, file.parent)
+    tree = from_folder(read_yaml(file), file.parent)
     if isinstance(tree, dict):
         apply_overrides(tree, overrides)
     other = _kind_of_file(tree)
@@ -151,13 +149,15 @@ def _from_pyyaml(tree: Any, is_foreign: bool) -> Any:
     return float(tree) if not is_foreign and isinstance(tree, str) and WITH_EXPONENT.fullmatch(tree) else tree
 
 
-def from_folder(tree: Any, folder: Path) -> None:
-    """Make the relative paths in a parsed configuration start at `folder`; `run: latest` is the newest run here."""
+def from_folder(tree: Any, folder: Path) -> Any:
+    """Return a parsed configuration whose relative paths start at `folder`; `run: latest` is the newest run here."""
+    tree = copy.deepcopy(tree)
     for _, section, name in _texts(tree, PATHS | PROGRAMS):
         if name in PROGRAMS and "/" not in section[name]:
             continue
         is_latest = name == "run" and section[name] == LATEST
         section[name] = os.path.abspath(folder / (Path.cwd() / run_named(LATEST) if is_latest else section[name]))
+    return tree
 
 
 def apply_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> None:

@@ -87,9 +87,9 @@ class MismatchConfig(Section):
     )
 
     @property
-    def machine_dependent_setting(self) -> str:
-        """Return the setting that makes stock torch sample, so that bits depend on the machine; empty otherwise."""
-        return "" if self.sampler.stock is None else f"mismatch.sampler.stock = {self.sampler.stock}"
+    def machine_dependent_setting(self) -> str | None:
+        """Return the setting that makes stock torch sample, so that bits depend on the machine; None otherwise."""
+        return None if self.sampler.stock is None else f"mismatch.sampler.stock = {self.sampler.stock}"
 
     @property
     def same_precision(self) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -11,13 +10,12 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from ppo_repro.base.output import closest, did_you_mean
-from ppo_repro.config import coming_from
 from ppo_repro.config.fields import field_paths, sections_of, tag_of
+from ppo_repro.config.suggestions import NEARLY, has_meaning, sections_in, what_to_do
 from ppo_repro.config.yaml_text import describe_value
 
 MAX_MISTAKES = 30  # lines that are printed; a screen holds no more
 LIMIT = "must be "  # how the limits of a value begin
-NEARLY = 0.8  # share of letters in common by which a field of another section may be meant
 
 # messages by pydantic's type of an error, with the limits that pydantic gives
 MUST = {
@@ -124,7 +122,7 @@ def _without_kind(model: type[BaseModel], steps: Sequence[int | str], section: M
     fitting = [tag for tag, kind in kinds.items() if known & section.keys() <= kind.model_fields.keys()]
     likely = f"; with these fields {fitting[0]}" if len(fitting) == 1 else ""
     every = field_paths(model)
-    strange = [_unknown_field(f"{path}.{name}", every) for name in section if name not in known]
+    strange = [Mistake(f"{path}.{name}", what_to_do(f"{path}.{name}", every)) for name in section if name not in known]
     return [Mistake(f"{path}.{chooser}", f"missing; must be one of {', '.join(kinds)}{likely}"), *strange]
 
 
@@ -146,10 +144,10 @@ def _unknown(model: type[BaseModel], tree: Any, steps: Sequence[int | str], deta
     if any(name in kind.model_fields for kind in kinds):
         return [_of_another_kind(kinds, tree, above, str(details["loc"][-2]))]
     known = field_paths(model)
-    if isinstance(details["input"], dict) and not closest(str(name), _sections_in(known), NEARLY):
-        leaves = [leaf for leaf in _leaves(path, details["input"]) if _same(leaf, known) or coming_from.reason(leaf)]
-        return [_unknown_field(leaf, known) for leaf in leaves or [path]]
-    return [_unknown_field(path, known)]
+    unknown = [path]
+    if isinstance(details["input"], dict) and not closest(str(name), sections_in(known), NEARLY):
+        unknown = [leaf for leaf in _leaves(path, details["input"]) if has_meaning(leaf, known)] or [path]
+    return [Mistake(field, what_to_do(field, known)) for field in unknown]
 
 
 def _of_another_kind(kinds: Sequence[type[BaseModel]], tree: Any, above: Sequence[int | str], chosen: str) -> Mistake:
@@ -172,60 +170,8 @@ def _of_another_kind(kinds: Sequence[type[BaseModel]], tree: Any, above: Sequenc
     )
 
 
-def _unknown_field(path: str, known: Sequence[str]) -> Mistake:
-    found = _same(path, known)
-    why = None if found else coming_from.reason(path)
-    if why is not None:
-        return Mistake(path, f"no such field: {why}")
-    similar = found or _alike(path, known)
-    advice = f"; did you mean {' or '.join(similar[:3])}?" if similar else ""
-    return Mistake(path, f"unknown field; remove it or correct its name{advice}")
-
-
 def _leaves(path: str, value: Any) -> list[str]:
     """Return the dotted path of every value in an unknown field."""
     if not isinstance(value, dict) or not value:
         return [path]
     return [leaf for name, below in value.items() for leaf in _leaves(f"{path}.{name}", below)]
-
-
-def _same(path: str, known: Sequence[str]) -> list[str]:
-    """Return the fields that this path means in another framework, or that have its name in another section.
-
-    Of several fields, only the fields that share most sections with the path are returned.
-    """
-    plain = _plain(path)
-    same = coming_from.meant(plain, {*known, *_sections_in(known)})
-    same += [other for other in known if _last(other) == _last(plain) and other not in same]
-    most = max((_shared(plain, other) for other in same), default=0)
-    return [other for other in same if _shared(plain, other) == most]
-
-
-def _alike(path: str, known: Sequence[str]) -> list[str]:
-    """Return the field or section beside a path with a similar name, or fields elsewhere with very similar names."""
-    section, _, name = _plain(path).rpartition(".")
-    beside = {_last(other): other for other in (*known, *_sections_in(known)) if other.rpartition(".")[0] == section}
-    like = closest(name, list(beside))
-    if like is not None:
-        return [beside[like]]
-    like = closest(name, [_last(other) for other in known], NEARLY)
-    return [other for other in known if _last(other) == like]
-
-
-def _plain(path: str) -> str:
-    """Return a path without the indices of list entries."""
-    return re.sub(r"\.\d+", "", path)
-
-
-def _last(path: str) -> str:
-    return path.rpartition(".")[2]
-
-
-def _sections_in(known: Sequence[str]) -> list[str]:
-    """Return the path of every section that contains one of these fields."""
-    return list(dict.fromkeys(other[: dot.start()] for other in known for dot in re.finditer(r"\.", other)))
-
-
-def _shared(path: str, other: str) -> int:
-    """Return the number of leading sections that two dotted paths have in common."""
-    return len({*_sections_in([path])} & {*_sections_in([other])})

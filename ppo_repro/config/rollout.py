@@ -87,9 +87,9 @@ class RolloutConfig(Section):
         return self.top_k > 0 or self.top_p < 1.0
 
     @property
-    def engine_without_promise(self) -> str:
-        """Return the setting that names an engine whose bits are not promised; empty if they are promised."""
+    def engine_without_promise(self) -> str | None:
+        """Return the setting that names an engine whose bits are not promised; None if they are promised."""
         if self.engine.kind == "function":
             return f"rollout.engine.path = {self.engine.path.rpartition('/')[2]}"
         is_stock = self.engine.kind == "sglang" and self.engine.numerics == "stock"
-        return "rollout.engine.numerics = stock" if is_stock else ""
+        return "rollout.engine.numerics = stock" if is_stock else None

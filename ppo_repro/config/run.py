@@ -173,8 +173,8 @@ class RunConfig(Experiment):
         return self.numerics.mode == "native"
 
     @property
-    def machine_dependent_setting(self) -> str:
-        """Return the setting that makes bits depend on the machine; empty if no setting does."""
+    def machine_dependent_setting(self) -> str | None:
+        """Return the setting that makes bits depend on the machine; None if no setting does."""
         return "numerics.mode = native" if self.is_native else self.mismatch.machine_dependent_setting
 
     @property
@@ -225,7 +225,7 @@ def _engine(config: RunConfig) -> Iterator[str]:
     if of_plugin and config.is_native:
         yield "rollout.engine.numerics = deterministic needs numerics.mode = deterministic; stock goes with both"
     for field, value, whole in (("top_k", rollout.top_k, 0), ("top_p", rollout.top_p, 1)):
-        if rollout.engine_without_promise and value != whole:
+        if rollout.engine_without_promise is not None and value != whole:
             choice = "numerics = stock" if engine.kind == "sglang" else "kind = function"
             yield (
                 f"rollout.engine.{choice} needs rollout.{field} = {whole}: which tokens the cut kept is not known, and "

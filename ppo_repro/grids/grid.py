@@ -166,7 +166,7 @@ def check_unchanged(cell: Cell, folder: Path, code: Mapping[str, object]) -> Non
 def is_same_everywhere(config: AnyConfig) -> bool:
     """Return whether every machine computes the same bits; environments of Gymnasium take sines from the C library."""
     if isinstance(config, RunConfig):
-        return not config.machine_dependent_setting and not config.rollout.engine_without_promise
+        return config.machine_dependent_setting is None and config.rollout.engine_without_promise is None
     return isinstance(config, DPOConfig) and config.numerics.mode == "deterministic"
 
 

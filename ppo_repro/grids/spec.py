@@ -101,7 +101,7 @@ def _cells(path: Path, file: GridFile, axes: Sequence[Sequence[Choice]], base: d
                         set_field(tree, field, value)
                     except UserError as error:
                         raise UserError(f"{source}: {field}: {error}") from error
-            from_folder(tree, path.parent)
+            tree = from_folder(tree, path.parent)
             labels = {choice.axis: choice.label for choice in choices}
             yield Cell(name, labels, seed, validated(MODELS[kind_of(base)], tree, source))
 

@@ -27,7 +27,7 @@ class Rerun:
     fingerprint: str  # over the records up to `begun`, then over the iterations computed again
     begun: int  # iterations of the checkpoint at which the rerun began; 0 without a checkpoint
     iterations: int  # number of iterations computed again
-    taken: str = ""  # the engine whose samples were read from the records; empty if all were drawn again
+    taken: str | None = None  # the engine whose samples were read from the records; None if all were drawn again
 
 
 def rerun(
@@ -85,7 +85,7 @@ def _compared(
     only: range | None,
 ) -> Rerun:
     """Execute a run after its first `begun` iterations, and compare it with its records; see `rerun`."""
-    taken = ""
+    taken = None
     if isinstance(config, RunConfig) and isinstance(config.rollout.engine, OwnEngine):
         taken = config.rollout.engine_without_promise
     fingerprint = recorded.iterations[begun - 1].chain if begun else digests.FINGERPRINT_SEED

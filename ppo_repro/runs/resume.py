@@ -158,12 +158,12 @@ def require_same_layout(recorded: AnyConfig, config: AnyConfig) -> None:
     """Raise UserError for another layout if it may change results: in native numerics, or if stock code samples."""
     before, now = recorded.layout.model_dump(), config.layout.model_dump()
     changed = next((name for name in now if now[name] != before[name]), None)
-    setting = "numerics.mode = native" if config.numerics.mode == "native" else ""
+    setting = "numerics.mode = native" if config.numerics.mode == "native" else None
     if isinstance(config, RunConfig):
         engine, setting = config.rollout.engine, config.machine_dependent_setting
         if isinstance(engine, SGLangServers) and engine.numerics == "stock" and not engine.urls:
             setting = setting or "rollout.engine.numerics = stock"  # the run starts the servers by its layout
-    if changed is not None and setting:
+    if changed is not None and setting is not None:
         raise UserError(
             f"--set layout.{changed}={now[changed]}: the run has {before[changed]}, and with {setting} "
             "another layout may give other bits; leave it out, or use `ppo-repro run` for a run of its own"

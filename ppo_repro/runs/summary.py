@@ -213,10 +213,12 @@ def _counted(unequal: int, text: str) -> Line:
 def not_promised(config: RunConfig) -> list[str]:
     """Return lines on the limits of a run whose engine promises no bits; empty for other runs."""
     engine = config.rollout.engine_without_promise
-    if not engine:
+    if engine is None:
         return []
-    follows = "" if config.machine_dependent_setting else "; scores, rewards and updates follow from them bit for bit"
-    return [f"{engine}: sampled tokens and their log-probs are recorded, not promised{follows}"]
+    line = f"{engine}: sampled tokens and their log-probs are recorded, not promised"
+    if config.machine_dependent_setting is None:
+        line += "; scores, rewards and updates follow from them bit for bit"
+    return [line]
 
 
 def iteration_lines(run_dir: Path, kind: Kind, count: int) -> str:

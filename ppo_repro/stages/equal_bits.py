@@ -104,7 +104,7 @@ def sampler_is_exact(config: RunConfig) -> bool:
     rollout, mismatch = config.rollout, config.mismatch
     causes_of_difference = (
         config.is_native,
-        rollout.engine_without_promise != "",
+        rollout.engine_without_promise is not None,
         rollout.mismatch_sigma is not None,
         mismatch.sampler.token_bias is not None,
         mismatch.sampler.lag > 0,

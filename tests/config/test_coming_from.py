@@ -58,11 +58,11 @@ def test_every_field_of_the_table_is_a_field_or_a_section_here() -> None:
         ("value.lr", "value.learning_rate"),
         ("kl.beta", "kl.kl_coef"),
         ("rollout.n", "rollout.samples_per_prompt"),
-        ("model.name", "model.path"),
+        ("model.name", "model.path (a folder, with `kind: folder`)"),
         ("rollout.max_tokens", "rollout.max_response_tokens"),
         ("ppo.clip", "ppo.objective.clip_range"),
-        ("rollout.batch_size", "rollout.prompts_per_iteration"),
-        ("ppo.batch_size", "ppo.minibatch_size"),
+        ("rollout.batch_size", "rollout.prompts_per_iteration (TRL counts responses)"),
+        ("ppo.batch_size", "ppo.minibatch_size (responses; verl counts prompts)"),
         ("actor_rollout_ref.actor.optim.lr", "ppo.learning_rate"),
         ("critic.optim.lr", "value.learning_rate"),
         ("algorithm.gamma", "advantages.gamma"),
@@ -79,7 +79,8 @@ def test_a_section_of_verl_has_a_line_for_each_field_that_has_one_here() -> None
     with pytest.raises(UserError) as caught:
         validated(RunConfig, tree, "file")
     lines = str(caught.value).split("; file: ")
-    assert [line.rpartition(" ")[2] for line in lines] == ["advantages.kind?", "advantages.gae_lambda?", "kl.kl_coef?"]
+    meant = [line.partition("did you mean ")[2] for line in lines]
+    assert meant == ["advantages.kind (GRPO is `group`)?", "advantages.gae_lambda?", "kl.kl_coef?"]
 
 
 @pytest.mark.parametrize("name", NO_FIELD)

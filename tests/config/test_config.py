@@ -174,7 +174,8 @@ def test_a_missing_field_is_named(path: str) -> None:
             "{name: x}",
             [
                 "model.kind: missing; must be one of tiny, folder",
-                "model.name: unknown field; remove it or correct its name; did you mean model.path?",
+                "model.name: unknown field; remove it or correct its name; did you mean model.path (a folder, with "
+                "`kind: folder`)?",
             ],
         ),
     ],

@@ -64,8 +64,7 @@ def test_a_name_has_the_type_of_a_path_in_every_section_or_in_none(model: type[B
     for name, is_input, is_program in by_type:
         tree = {name: "folder/file"}
         assert bool(list(path_fields(tree))) == is_input, name
-        from_folder(tree, Path("/above"))
-        assert (tree[name] == "/above/folder/file") == (is_input or is_program), name
+        assert (from_folder(tree, Path("/above"))[name] == "/above/folder/file") == (is_input or is_program), name
 
 
 class Below(Section):
@@ -98,8 +97,7 @@ def test_a_path_in_the_arguments_of_a_library_stays_as_it_is() -> None:
 def test_only_an_interpreter_with_a_slash_starts_at_the_folder() -> None:
     for python, there in (("python3.12", "python3.12"), ("env/bin/python", "/above/env/bin/python")):
         tree = {"rollout": {"engine": {"python": python}}}
-        from_folder(tree, Path("/above"))
-        assert tree["rollout"]["engine"]["python"] == there
+        assert from_folder(tree, Path("/above"))["rollout"]["engine"]["python"] == there
         assert list(path_fields(tree)) == []
 
 

@@ -22,7 +22,7 @@ from ppo_repro.commands.recorded import (
 )
 from ppo_repro.commands.runs import fork_command, rerun_command, resume_command, run_command
 from ppo_repro.commands.start import FETCHED, RECIPES, fields_command, init_command, plan_command
-from ppo_repro.commands.values import JSON, count, iterations, path, positive, rate, run_path
+from ppo_repro.commands.values import JSON, count, iterations, path, positive, run_path
 
 Command = Callable[[argparse.Namespace], int]
 
@@ -93,10 +93,6 @@ def _begin(commands: Any) -> None:
     option = _add(commands, plan_command, _CONFIG, _FIELD)
     about = "how many processes compute the run: 1, 2, 4 or 8; default 1"
     option("--processes", metavar="R", type=int, choices=SIZES, default=1, help=about)
-    about = "how many tokens one process trains in a second; the time of a step follows from it"
-    option("--tokens", metavar="N", type=rate, help=about)
-    about = "how many bytes one process sends in a second; the time of a step follows from it"
-    option("--bandwidth", metavar="BYTES", type=rate, help=about)
     about = "such as ppo.objective, control or dpo; default all"
     _add(commands, fields_command)("sections", metavar="SECTION", nargs="*", help=about)
 

@@ -22,14 +22,10 @@ def plan_command(arguments: argparse.Namespace) -> int:
     """Work out how much memory a configuration needs, and what its processes send, without loading a weight."""
     from ppo_repro.config.files import load_config
 
-    rates = arguments.tokens, arguments.bandwidth
-    if (rates[0] is None) != (rates[1] is None):
-        raise UserError("--tokens, --bandwidth: the time of a step needs both")
-
     config = load_config(arguments.config, arguments.set)
     say(f"{config.experiment}: memory that a run needs, computed from sizes; no weights are loaded")
     from ppo_repro.runs.machine_memory import memory_of, room
-    from ppo_repro.runs.plan import as_json, lines, plan_run, savings, step_seconds
+    from ppo_repro.runs.plan import as_json, lines, plan_run, savings
 
     plan, smaller = plan_run(config, arguments.processes), savings(config, arguments.processes)
     value, text = as_json(plan), lines(plan)
@@ -45,9 +41,6 @@ def plan_command(arguments: argparse.Namespace) -> int:
     if smaller:
         text += ["", "these lower the peak, each line after those above it; layout changes no result, an adapter does"]
         text += [f"  --set '{field}'".ljust(44) + f"{size(peak):>12}" for field, peak in smaller]
-    if None not in rates:
-        value["step_seconds"] = step_seconds(config, plan, *rates)
-        text.append(f"a step      up to about {value['step_seconds']:.2g} s at these rates")
     engine = config.rollout.engine.kind
     beside = [] if engine == "torch" else [f"not counted: the processes of rollout.engine.kind = {engine}"]
     print_result(arguments.json, value, [*text, *beside])

@@ -60,9 +60,6 @@ def number(is_allowed: Callable[[float], bool], allowed: str) -> Callable[[str],
     return read
 
 
-rate = number(lambda x: 0 < x < math.inf, "a number above 0, such as 1.25e9")
-
-
 def iterations(text: str) -> range:
     """Return the iterations of `A:B`, which counts from 0 and includes both."""
     first, colon, last = text.partition(":")

@@ -261,15 +261,3 @@ def lines(plan: Plan) -> list[str]:
     if plan.processes > 1:
         out.append(f"sent        {size(plan.sent)} by each process in an optimizer step of every model")
     return out
-
-
-def step_seconds(config: RunConfig, plan: Plan, tokens: float, bandwidth: float) -> float:
-    """Return the seconds of a step: a process's tokens of a minibatch / `tokens`, and its sent bytes / `bandwidth`.
-
-    Args:
-        config: the run; its sequences have the longest allowed length.
-        tokens: that one process trains a second, as a run prints after `update`.
-        bandwidth: bytes that one process sends a second.
-    """
-    trained = ceil(config.ppo.minibatch_size / plan.processes) * (config.numerics.max_context - 1)
-    return trained / tokens + plan.sent / bandwidth

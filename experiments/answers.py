@@ -21,6 +21,7 @@ from ppo_repro.analysis.csv_text import csv_text
 from ppo_repro.analysis.grid_outcomes import ACCURACY, LAST_FEW, complete_cells, mismatch_of_cell
 from ppo_repro.analysis.grid_table import comparisons, markdown
 from ppo_repro.analysis.mean_text import mean_alone, mean_and_interval, with_interval
+from ppo_repro.analysis.run_tables import run_tables
 from ppo_repro.analysis.significance import detectable, one_sample, tost
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.files import atomic_write, require_ours
@@ -70,7 +71,7 @@ def outcome(run_dir: Path) -> dict[str, float]:
         "mean_accuracy": float(accuracy.iloc[1:].mean()),
         **{name: float(last[name].mean(skipna=False)) for name in AVERAGED},
         "tokens": float(rows["tokens"].sum()),
-        "k3": mismatch_of_cell(run_dir).k3,
+        "k3": mismatch_of_cell(run_tables(run_dir)).k3,
     }
 
 

@@ -10,13 +10,14 @@ from pathlib import Path
 from experiments.answers import outcome, settings_study
 from experiments.clip.across import across_figure
 from ppo_repro.analysis.grid_outcomes import clip_shares_of_cell
+from ppo_repro.analysis.run_tables import run_tables
 
 MEASURE = "mean_accuracy"
 
 
 def measures(run_dir: Path) -> dict[str, float]:
     """Return the outcome, and two shares of token visits: without a gradient, and outside the band."""
-    return outcome(run_dir) | clip_shares_of_cell(run_dir)._asdict()
+    return outcome(run_dir) | clip_shares_of_cell(run_tables(run_dir))._asdict()
 
 
 if __name__ == "__main__":

@@ -28,10 +28,8 @@ from ppo_repro.analysis.clip_flags import (
     value_flags,
 )
 from ppo_repro.analysis.clip_rules import ClipRule, counted_rule, value_reach
-from ppo_repro.analysis.iterations import own_iterations
+from ppo_repro.analysis.run_tables import run_tables
 from ppo_repro.base.errors import UserError
-from ppo_repro.records import reader
-from ppo_repro.records.folder import load_recorded_config
 from ppo_repro.records.logprob_pairs import KEY_IN_ITERATION
 from ppo_repro.statistics.clusters import Floats, effective_share
 from ppo_repro.statistics.kl import k1, k3
@@ -83,19 +81,18 @@ def load_iterations(
     UserError for missing or damaged records, for an iteration of the origin, or if the run clips nothing and `band` is
     None.
     """
-    recorded = reader.open_manifest(run_dir)
-    chosen = own_iterations(run_dir, recorded, iterations)
-    config = load_recorded_config(run_dir)
-    for _, summary in reader.read_iterations(run_dir, iterations=chosen, recorded=recorded).iterrows():
+    tables = run_tables(run_dir, iterations)
+    config = tables.config
+    for _, summary in tables.read("iterations").iterrows():
         iteration = int(summary["iteration"])
         rule = counted_rule(config.ppo, float(summary["clip_range"]), band)
-        tokens = reader.read_tokens(run_dir, iterations=[iteration], columns=CLIP_TOKEN_COLUMNS, recorded=recorded)
-        updates = reader.read_updates(run_dir, iterations=[iteration], recorded=recorded).drop(columns="iteration")
+        tokens = tables.read("tokens", CLIP_TOKEN_COLUMNS, iteration)
+        updates = tables.read("updates", iteration=iteration).drop(columns="iteration")
         yield IterationRows(
             iteration=iteration,
             rule=rule,
             value_reach=value_reach(config.value, float(summary["return_scale"])),
-            steps=reader.read_steps(run_dir, iterations=[iteration], columns=STEP_KEY, recorded=recorded),
+            steps=tables.read("steps", STEP_KEY, iteration),
             rows=join_tokens(tokens, updates, rule.anchor),
         )
 

@@ -24,13 +24,11 @@ from matplotlib.figure import Figure
 
 from ppo_repro.analysis.grid_outcomes import MEASURES
 from ppo_repro.analysis.grid_table import comparisons
-from ppo_repro.analysis.iterations import own_iterations
 from ppo_repro.analysis.mean_text import finite_of
+from ppo_repro.analysis.run_tables import run_tables
 from ppo_repro.analysis.significance import one_sample, t_interval
 from ppo_repro.base.errors import UserError
 from ppo_repro.config.run import RunConfig
-from ppo_repro.records import reader
-from ppo_repro.records.folder import load_recorded_config
 from ppo_repro.records.logprob_pairs import deltas
 
 RUN, MEAN = "#0072b2", "#d55e00"
@@ -70,12 +68,10 @@ def agreement_figure(runs: Sequence[Path], axes: Axes | None = None) -> Axes:
     """Draw the share of tokens whose log-probs differ between sampler and trainer, by iteration."""
     axes = axes or new_axes()[0]
     curves = []
-    columns = ["iteration", "tokens", "unequal_old_rollout_logprobs"]
     for folder in runs:
-        recorded = reader.open_manifest(folder)
-        computed = own_iterations(folder, recorded, None)
-        rows = reader.read_iterations(folder, iterations=computed, columns=columns, recorded=recorded)
-        curves.append(rows.assign(mode=load_recorded_config(folder).numerics.mode))
+        tables = run_tables(folder)
+        rows = tables.read("iterations", ["iteration", "tokens", "unequal_old_rollout_logprobs"])
+        curves.append(rows.assign(mode=tables.config.numerics.mode))
     for mode, rows in pd.concat(curves).groupby("mode"):
         unequal = rows["unequal_old_rollout_logprobs"]
         label = f"{mode}: {int(unequal.sum()):,} of {int(rows['tokens'].sum()):,}"
@@ -90,15 +86,12 @@ def mismatch_figure(runs: Sequence[Path], axes: Axes | None = None) -> Axes:
     """Draw per run the share of tokens whose log-probs differ by more than x nats between sampler and trainer."""
     axes = axes or new_axes(7.0, 3.3 + 0.2 * len(runs))[0]
     for folder in runs:
-        recorded = reader.open_manifest(folder)
-        computed = own_iterations(folder, recorded, None)
-        columns = ["rollout_logprobs", "old_logprobs"]
-        tokens = reader.read_tokens(folder, iterations=computed, columns=columns, recorded=recorded)
-        distances = np.abs(deltas(tokens))
+        tables = run_tables(folder)
+        distances = np.abs(deltas(tables.read("tokens", ["rollout_logprobs", "old_logprobs"])))
         # one point per token that differs; a logarithmic axis has no place for the others
         drawn = np.sort(distances[np.isfinite(distances) & (distances > 0)])[::-1]
         most = f", by {drawn[0]:.2g} at most" if len(drawn) else ""
-        label = f"{sampler_of(load_recorded_config(folder))}: {len(drawn):,} of {len(distances):,} differ{most}"
+        label = f"{sampler_of(tables.config)}: {len(drawn):,} of {len(distances):,} differ{most}"
         if lost := int(np.count_nonzero(~np.isfinite(distances))):
             label += f" ({lost} not finite)"
         axes.plot(drawn, 100 * np.arange(1, len(drawn) + 1) / len(distances), label=label)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -13,15 +13,13 @@ import pandas as pd
 
 from ppo_repro.analysis.clip_flags import clipped_at_start, is_outside, recorded_clipped
 from ppo_repro.analysis.clip_rules import ClipRule, clip_rule
-from ppo_repro.analysis.iterations import own_iterations
+from ppo_repro.analysis.run_tables import RunTables, run_tables
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.output import say
-from ppo_repro.config.algorithm import FunctionObjective, PPOConfig
+from ppo_repro.config.algorithm import FunctionObjective
 from ppo_repro.records import reader
-from ppo_repro.records.folder import load_recorded_config
 from ppo_repro.records.grid import CELLS, axes_of, read_grid_table
 from ppo_repro.records.logprob_pairs import deltas
-from ppo_repro.records.manifest import Manifest
 from ppo_repro.records.schema import ITERATIONS
 from ppo_repro.statistics.kl import k3
 
@@ -86,28 +84,23 @@ class CellMismatch(NamedTuple):
     clip_floor: float
 
 
-def _computed_rules(run_dir: Path, recorded: Manifest, ppo: PPOConfig) -> dict[int, ClipRule | None]:
-    """Return the `clip_rule` of each iteration that the run itself computed, by iteration."""
-    computed = own_iterations(run_dir, recorded, None)
-    columns = ["iteration", "clip_range"]
-    rows = reader.read_iterations(run_dir, iterations=computed, columns=columns, recorded=recorded)[columns]
-    return {int(iteration): clip_rule(ppo, float(clip_range)) for iteration, clip_range in rows.itertuples(index=False)}
+def _clip_rules(tables: RunTables) -> Iterator[tuple[int, ClipRule | None]]:
+    """Yield each iteration with its `clip_rule`."""
+    for iteration, clip_range in tables.read("iterations", ["iteration", "clip_range"]).itertuples(index=False):
+        yield int(iteration), clip_rule(tables.config.ppo, float(clip_range))
 
 
-def clip_shares_of_cell(run_dir: Path) -> ClipShares:
+def clip_shares_of_cell(tables: RunTables) -> ClipShares:
     """Return the clipped shares of a run, over the iterations that the run itself computed.
 
     The settings of a grid may have any objective, so the shares count recorded flags and ratios. The recorded ratio of
     `sequence_clip` is the ratio of the response. Both shares are 0 if the objective clips nothing, as `cispo`. Your own
     objective has no known band, so `outside_fraction` is NaN. Both are NaN if it does not say which tokens it cut.
     """
-    recorded = reader.open_manifest(run_dir)
-    ppo = load_recorded_config(run_dir).ppo
     count = removed = 0
-    outside = math.nan if isinstance(ppo.objective, FunctionObjective) else 0.0
-    for iteration, rule in _computed_rules(run_dir, recorded, ppo).items():
-        columns = ["clip_flag", "ratios"]
-        updates = reader.read_updates(run_dir, iterations=[iteration], columns=columns, recorded=recorded)
+    outside = math.nan if isinstance(tables.config.ppo.objective, FunctionObjective) else 0.0
+    for iteration, rule in _clip_rules(tables):
+        updates = tables.read("updates", ["clip_flag", "ratios"], iteration)
         visits = updates.dropna(subset="clip_flag")  # null where the policy took no step
         if (visits["clip_flag"] == "unknown").any():
             return ClipShares(math.nan, math.nan)
@@ -118,18 +111,16 @@ def clip_shares_of_cell(run_dir: Path) -> ClipShares:
     return ClipShares(removed / count, outside / count)
 
 
-def mismatch_of_cell(run_dir: Path) -> CellMismatch:
+def mismatch_of_cell(tables: RunTables) -> CellMismatch:
     """Return the mismatch of a run, over the response tokens of the iterations that the run itself computed.
 
     One iteration is in memory at a time. clip_floor is 0 with the anchor `old`, whose first ratio is 1, and NaN if the
     objective does not clip each token's ratio, or if a ratio is NaN. Unlike the k3 of METRICS, k3 is infinite or NaN if
     a log-prob is.
     """
-    recorded = reader.open_manifest(run_dir)
-    ppo = load_recorded_config(run_dir).ppo
     count, k3_sum, removed = 0, 0.0, 0.0
-    for iteration, rule in _computed_rules(run_dir, recorded, ppo).items():
-        tokens = reader.read_tokens(run_dir, iterations=[iteration], columns=MISMATCH_TOKEN_COLUMNS, recorded=recorded)
+    for iteration, rule in _clip_rules(tables):
+        tokens = tables.read("tokens", MISMATCH_TOKEN_COLUMNS, iteration)
         delta = deltas(tokens)
         count += len(tokens)
         k3_sum += float(k3(-delta).sum())
@@ -154,10 +145,11 @@ def averaged_measures(rows: pd.DataFrame) -> dict[str, float]:
 
 def measures_of(run_dir: Path) -> dict[str, float]:
     """Return MEASURES of a run except `eval_accuracy`, which is in the grid's table."""
+    tables = run_tables(run_dir)
     return {
-        **averaged_measures(reader.read_iterations(run_dir)),
-        **mismatch_of_cell(run_dir)._asdict(),
-        **clip_shares_of_cell(run_dir)._asdict(),
+        **averaged_measures(reader.read_iterations(run_dir, recorded=tables.recorded)),
+        **mismatch_of_cell(tables)._asdict(),
+        **clip_shares_of_cell(tables)._asdict(),
     }
 
 

@@ -7,11 +7,9 @@ from pathlib import Path
 
 import pandas as pd
 
-from ppo_repro.analysis.iterations import own_iterations
+from ppo_repro.analysis.run_tables import RunTables, run_tables
 from ppo_repro.base.errors import UserError
-from ppo_repro.records import reader
 from ppo_repro.records.logprob_pairs import OPTIONAL, PAIR, TOKEN_KEY, pairs_of_iteration
-from ppo_repro.records.manifest import Manifest
 
 PAIRS = ("rollout_vs_old", "old_vs_first_new")
 
@@ -38,17 +36,16 @@ def run_pairs(
     """
     if pair not in PAIRS:
         raise UserError(f"pair = {pair!r}: must be {' or '.join(PAIRS)}")
-    read = pairs_of_iteration if pair == "rollout_vs_old" else _old_and_first_new
-    recorded = reader.open_manifest(run_dir, allow_incomplete)
-    return (read(run_dir, recorded, iteration) for iteration in own_iterations(run_dir, recorded, iterations))
+    tables = run_tables(run_dir, iterations, allow_incomplete)
+    if pair == "rollout_vs_old":
+        return (pairs_of_iteration(run_dir, tables.recorded, iteration) for iteration in tables.iterations)
+    return (_old_and_first_new(tables, iteration) for iteration in tables.iterations)
 
 
-def _old_and_first_new(run_dir: Path | str, recorded: Manifest, iteration: int) -> pd.DataFrame:
-    token_columns = [*TOKEN_KEY, "token_id", "old_logprobs", *OPTIONAL]
-    tokens = reader.read_tokens(run_dir, iterations=[iteration], columns=token_columns, recorded=recorded)
+def _old_and_first_new(tables: RunTables, iteration: int) -> pd.DataFrame:
+    tokens = tables.read("tokens", [*TOKEN_KEY, "token_id", "old_logprobs", *OPTIONAL], iteration)
     # clip_flag is null exactly where the policy takes no step; new_logprobs can also be a recorded NaN
-    update_columns = [*TOKEN_KEY, "epoch", "new_logprobs", "clip_flag"]
-    updates = reader.read_updates(run_dir, iterations=[iteration], columns=update_columns, recorded=recorded)
+    updates = tables.read("updates", [*TOKEN_KEY, "epoch", "new_logprobs", "clip_flag"], iteration)
     first = updates[(updates["epoch"] == 0) & updates["clip_flag"].notna()][[*TOKEN_KEY, "new_logprobs"]]
     joined = tokens.merge(first, on=TOKEN_KEY, how="inner", validate="one_to_one")
     renamed = joined.rename(columns={"old_logprobs": "logprobs_a", "new_logprobs": "logprobs_b"})

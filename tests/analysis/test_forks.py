@@ -15,6 +15,7 @@ from ppo_repro.analysis.report.run_page import run_page
 from ppo_repro.analysis.report.runs_page import runs_page
 from ppo_repro.analysis.report.two_runs_page import two_runs_page
 from ppo_repro.analysis.run_pairs import run_pairs
+from ppo_repro.analysis.run_tables import run_tables
 from ppo_repro.base.errors import UserError
 from ppo_repro.records import reader
 from ppo_repro.runs.summary import summarise
@@ -64,10 +65,10 @@ def test_the_pages_of_two_runs_and_of_a_folder_count_a_forks_own_iterations(fork
 
 
 def test_the_measures_of_a_fork_in_a_grid_are_of_its_own_iterations(forked: Path, tmp_path: Path) -> None:
-    assert grid_outcomes.mismatch_of_cell(forked) == (0.0, 0.0)
+    assert grid_outcomes.mismatch_of_cell(run_tables(forked)) == (0.0, 0.0)
     unclipped = fork(forked, tmp_path, 1, "ppo.objective={kind: unclipped}")
     assert reader.read_steps(unclipped, iterations=[0])["clip_fraction"].max() > 0, "its origin clips"
-    assert grid_outcomes.clip_shares_of_cell(unclipped) == (0.0, 0.0)
+    assert grid_outcomes.clip_shares_of_cell(run_tables(unclipped)) == (0.0, 0.0)
 
 
 def test_the_figures_of_a_fork_draw_its_own_tokens(forked: Path) -> None:
@@ -85,7 +86,7 @@ def test_the_figure_draws_every_finite_difference_beside_one_that_is_not(
     tokens = reader.read_tokens(native_run, columns=["rollout_logprobs", "old_logprobs"])
     tokens.loc[0, "old_logprobs"] = np.nan
     apart = (tokens["old_logprobs"].astype(float) - tokens["rollout_logprobs"]).abs()
-    monkeypatch.setattr(reader, "read_tokens", lambda *given, **names: tokens)
+    monkeypatch.setattr(reader, "read_table", lambda *given, **names: tokens)
     axes = mismatch_figure([native_run])
     drawn, _ = axes.lines[0].get_data()
     assert sorted(drawn) == sorted(apart[apart > 0])

@@ -11,7 +11,7 @@ import pytest
 
 from ppo_repro.analysis.agreement import run_agreement
 from ppo_repro.analysis.clipping import load_iterations
-from ppo_repro.analysis.grid_outcomes import clip_shares_of_cell, mismatch_of_cell
+from ppo_repro.analysis.grid_outcomes import measures_of
 from ppo_repro.analysis.report.run_page import run_page
 from ppo_repro.analysis.run_pairs import run_pairs
 from ppo_repro.analysis.tokenization.tables import summary_by_iteration
@@ -53,8 +53,7 @@ def test_the_first_new_log_probs_of_a_run(native_run: Path) -> None:
         lambda run: list(load_iterations(run)),
         lambda run: summary_by_iteration(run, boundary="leading", iterations=None),
         run_agreement,
-        clip_shares_of_cell,
-        mismatch_of_cell,
+        measures_of,
     ],
 )
 def test_a_reader_of_three_iterations_does_not_read_the_manifest_for_each(

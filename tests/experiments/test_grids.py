@@ -26,6 +26,7 @@ from ppo_repro.analysis.grid_table import comparisons
 from ppo_repro.analysis.report.data.folder_runs import Final
 from ppo_repro.analysis.report.data.grid_differences import Limits, axis_effects, setting_differences
 from ppo_repro.analysis.report.sections.grid_answer import answer_statements, differences_card, spread
+from ppo_repro.analysis.run_tables import run_tables
 from ppo_repro.base.errors import UserError
 from ppo_repro.commands.analyses.table import answer
 from ppo_repro.config.algorithm import ClipObjective
@@ -121,21 +122,21 @@ def test_a_ratio_is_outside_the_band_whatever_the_advantage(tmp_path: Path) -> N
     of_iterations = [token_flags(policy_rows(item), item.rule) for item in load_iterations(run_dir)]
     flags = Flags(*map(np.concatenate, zip(*of_iterations, strict=True)))
     assert flags.outside_without_advantage.any()
-    assert clip_shares_of_cell(run_dir) == (flags.removed.mean(), flags.outside.mean())
+    assert clip_shares_of_cell(run_tables(run_dir)) == (flags.removed.mean(), flags.outside.mean())
 
 
 @pytest.mark.parametrize("kind", ["cispo, cap: 1.1, floor: 0.9", "unclipped"])
 def test_an_objective_that_clips_nothing_has_no_band(kind: str, tmp_path: Path) -> None:
     run_dir = tiny_run(tmp_path, *GROUPS, f"ppo.objective={{kind: {kind}}}")
     assert reader.read_updates(run_dir)["clip_flag"].isin(["bound_high", "bound_low"]).any() == ("cispo" in kind)
-    assert clip_shares_of_cell(run_dir) == (0.0, 0.0)
+    assert clip_shares_of_cell(run_tables(run_dir)) == (0.0, 0.0)
 
 
 def test_the_band_of_an_objective_of_your_own_is_unknown(tmp_path: Path) -> None:
     code = "def loss(batch):\n    return -batch.ratios * batch.advantages, batch.ratios > 1.01\n"
     (tmp_path / "own.py").write_text(code)
     run_dir = tiny_run(tmp_path, *GROUPS, f"ppo.objective={{kind: function, path: '{tmp_path}/own.py:loss'}}")
-    removed, outside = clip_shares_of_cell(run_dir)
+    removed, outside = clip_shares_of_cell(run_tables(run_dir))
     assert removed > 0
     assert math.isnan(outside)
 
@@ -143,7 +144,7 @@ def test_the_band_of_an_objective_of_your_own_is_unknown(tmp_path: Path) -> None
 def test_a_sequence_clip_has_a_band_of_the_response(tmp_path: Path) -> None:
     run_dir = tiny_run(tmp_path, *GROUPS, "ppo.objective={kind: sequence_clip, clip_range: 0.1, clip_range_high: 0.2}")
     ratios = reader.read_updates(run_dir)["ratios"].to_numpy(np.float64)
-    assert clip_shares_of_cell(run_dir)[1] == ((ratios < 0.9) | (ratios > 1.2)).mean() > 0
+    assert clip_shares_of_cell(run_tables(run_dir))[1] == ((ratios < 0.9) | (ratios > 1.2)).mean() > 0
 
 
 def test_a_recorded_ratio_at_a_bound_is_inside_as_in_training(
@@ -156,9 +157,12 @@ def test_a_recorded_ratio_at_a_bound_is_inside_as_in_training(
     ratios = np.array([low, high, np.nextafter(low, np.float32(0)), np.nextafter(high, np.float32(2))])
     flags = Clip(objective.clip_range, objective.high).flags(torch.from_numpy(ratios), torch.ones(4))
     visits = pd.DataFrame({"clip_flag": flag_names(flags), "ratios": ratios})
-    monkeypatch.setattr(reader, "read_updates", lambda *_, **__: visits)
+    read = reader.read_table
+    monkeypatch.setattr(
+        reader, "read_table", lambda name, *a, **b: visits if name == "updates" else read(name, *a, **b)
+    )
     assert visits["clip_flag"].tolist() == ["none", "none", "wrong_low", "clip_high"]
-    assert clip_shares_of_cell(deterministic_run).outside_fraction == 0.5
+    assert clip_shares_of_cell(run_tables(deterministic_run)).outside_fraction == 0.5
 
 
 def test_the_clip_floor_of_an_adaptive_clip_is_by_the_range_of_each_iteration(tmp_path: Path) -> None:
@@ -167,7 +171,7 @@ def test_the_clip_floor_of_an_adaptive_clip_is_by_the_range_of_each_iteration(tm
     assert reader.read_iterations(run_dir)["clip_range"].nunique() > 1
     floor = over_all_steps(clip_tables(run_dir).by_step).clip_floor
     assert floor > 0
-    assert mismatch_of_cell(run_dir).clip_floor == pytest.approx(floor)
+    assert mismatch_of_cell(run_tables(run_dir)).clip_floor == pytest.approx(floor)
 
 
 def test_the_commands(grid: Path, tmp_path: Path, cli: Cli) -> None:

@@ -19,7 +19,7 @@ from scipy import stats
 
 from ppo_repro.analysis import significance
 from ppo_repro.analysis.comparison.findings import Finding
-from ppo_repro.analysis.iterations import chosen_iterations
+from ppo_repro.analysis.run_tables import chosen_iterations
 from ppo_repro.base.errors import UserError
 from ppo_repro.records import reader
 from ppo_repro.records.logprob_pairs import KEY_IN_ITERATION

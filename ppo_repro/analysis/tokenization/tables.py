@@ -13,7 +13,7 @@ from pathlib import Path
 import pandas as pd
 
 from ppo_repro.analysis.clip_rules import token_rule
-from ppo_repro.analysis.iterations import chosen_iterations
+from ppo_repro.analysis.run_tables import chosen_iterations
 from ppo_repro.analysis.tokenization.recorded_tokenizer import RecordedTokenizer
 from ppo_repro.analysis.tokenization.retokenize import DRIFT_COLUMNS, DriftSummary, drift_summary, retokenization
 from ppo_repro.analysis.tokenization.token_kl import (

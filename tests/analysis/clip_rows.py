@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 
 from ppo_repro.analysis.clip_rules import ClipRule
-from ppo_repro.analysis.clipping import IterationRows, join_tokens
+from ppo_repro.analysis.visits import IterationRows, join_tokens
 
 RULE = ClipRule("token", "old", 0.2, 0.2)
 VALUE_REACH = 0.2

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from ppo_repro.analysis.clip_flags import Flags, column, flags_of_ratios, ratios_of, token_flags, value_flags
-from ppo_repro.analysis.clipping import load_iterations, policy_rows
+from ppo_repro.analysis.visits import load_iterations, policy_rows
 from ppo_repro.records import reader
 from tests.analysis.clip_rows import RULE, make_item, single
 from tests.support.language import small_run

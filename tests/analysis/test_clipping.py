@@ -7,14 +7,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from ppo_repro.analysis.clipping import (
-    clip_bucket,
-    clip_step,
-    clip_tables,
-    early_stop,
-    effective_samples,
-    kl_estimates,
-)
+from ppo_repro.analysis.clip_buckets import clip_bucket
+from ppo_repro.analysis.clip_steps import clip_step, effective_samples, kl_estimates
+from ppo_repro.analysis.clipping import clip_tables, early_stop
 from ppo_repro.base.errors import UserError
 from ppo_repro.records import reader
 from tests.analysis.clip_rows import RULE, make_item, single

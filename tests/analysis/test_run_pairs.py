@@ -10,11 +10,11 @@ import pandas as pd
 import pytest
 
 from ppo_repro.analysis.agreement import run_agreement
-from ppo_repro.analysis.clipping import load_iterations
 from ppo_repro.analysis.grid_outcomes import measures_of
 from ppo_repro.analysis.report.run_page import run_page
 from ppo_repro.analysis.run_pairs import run_pairs
 from ppo_repro.analysis.tokenization.tables import summary_by_iteration
+from ppo_repro.analysis.visits import load_iterations
 from ppo_repro.records import manifest, reader
 from ppo_repro.records.logprob_pairs import OPTIONAL, PAIR, TOKEN_KEY
 from ppo_repro.testing.pairs import evidence_of

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ppo_repro.analysis.clip_flags import Flags, token_flags
-from ppo_repro.analysis.clipping import clip_tables, load_iterations, over_all_steps, policy_rows
+from ppo_repro.analysis.clipping import clip_tables, over_all_steps
 from ppo_repro.analysis.figures import differences_figure
 from ppo_repro.analysis.grid_outcomes import (
     MEASURES,
@@ -27,6 +27,7 @@ from ppo_repro.analysis.report.data.folder_runs import Final
 from ppo_repro.analysis.report.data.grid_differences import Limits, axis_effects, setting_differences
 from ppo_repro.analysis.report.sections.grid_answer import answer_statements, differences_card, spread
 from ppo_repro.analysis.run_tables import run_tables
+from ppo_repro.analysis.visits import load_iterations, policy_rows
 from ppo_repro.base.errors import UserError
 from ppo_repro.commands.analyses.table import answer
 from ppo_repro.config.algorithm import ClipObjective

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ppo_repro.analysis.clipping import load_iterations
+from ppo_repro.analysis.visits import load_iterations
 from ppo_repro.config.algorithm import DivergenceRejection, ImportanceWeights, RatioRejection, Rejection, VetoRejection
 from ppo_repro.config.files import load_config
 from ppo_repro.config.run import RunConfig

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
+from ppo_repro.analysis.run_tables import RunTables
 from ppo_repro.records import reader
 from ppo_repro.records.logprob_pairs import TOKEN_KEY
 from ppo_repro.statistics.bits import Float32, iteration_agreement, unequal_bits
@@ -52,13 +53,13 @@ def run_agreement(run_dir: Path | str) -> Agreement:
     Raises UserError on missing or damaged records.
     """
     recorded = reader.open_manifest(run_dir)
+    tables = RunTables(run_dir, recorded, recorded.own_iterations)  # of any kind with tokens, not only of language
 
     def count(iteration: int) -> Agreement:
-        tokens = reader.read_tokens(run_dir, iterations=[iteration], columns=TOKENS_COMPARED, recorded=recorded)
-        updates = reader.read_updates(run_dir, iterations=[iteration], columns=UPDATES_COMPARED, recorded=recorded)
-        return agreement_of(tokens, updates)
+        tokens = tables.read("tokens", TOKENS_COMPARED, iteration)
+        return agreement_of(tokens, tables.read("updates", UPDATES_COMPARED, iteration))
 
-    return reduce(add, map(count, recorded.own_iterations))
+    return reduce(add, map(count, tables.iterations))
 
 
 def agreement_of(tokens: pd.DataFrame, updates: pd.DataFrame) -> Agreement:
@@ -66,14 +67,14 @@ def agreement_of(tokens: pd.DataFrame, updates: pd.DataFrame) -> Agreement:
     joined = updates.merge(tokens, on=TOKEN_KEY, how="left", validate="many_to_one")
     rollout, old = (_float32(tokens, name) for name in ("rollout_logprobs", "old_logprobs"))
     is_first = (joined["epoch"] == 0) & (joined["minibatch"] == 0)
-    every = _step_numbers(joined)
+    steps = _step_numbers(joined)
     return Agreement(
         **iteration_agreement(rollout, old, *_step_numbers(joined[is_first]))._asdict(),
         tokens=len(tokens),
         first_minibatch_tokens=int(is_first.sum()),
         update_rows=len(joined),
-        unequal_ratios=int(unequal_bits(every.ratios, np.ones_like(every.ratios)).sum()),
-        unequal_update_values=int(unequal_bits(every.new_values, every.values).sum()),
+        unequal_ratios=int(unequal_bits(steps.ratios, np.ones_like(steps.ratios)).sum()),
+        unequal_update_values=int(unequal_bits(steps.new_values, steps.values).sum()),
     )
 
 

@@ -1,4 +1,4 @@
-"""Read the tables of a language run for an analysis, which leaves out the iterations that a fork copied."""
+"""Read the tables of a run for an analysis, by default without the iterations that a fork copied."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ppo_repro.records.manifest import Manifest, require_responses
 
 @dataclass(frozen=True)
 class RunTables:
-    """A language run whose manifest is read, and the iterations that an analysis reads."""
+    """A run whose manifest is read, and the iterations that an analysis reads."""
 
     run_dir: Path | str
     recorded: Manifest
@@ -26,7 +26,7 @@ class RunTables:
 
     @cached_property
     def config(self) -> RunConfig:
-        """Return the configuration of the run."""
+        """Return the configuration of a language run. Raises UserError if it is damaged, or for another kind."""
         return load_recorded_config(self.run_dir)
 
     def read(self, table: str, columns: Sequence[str] | None = None, iteration: int | None = None) -> pd.DataFrame:

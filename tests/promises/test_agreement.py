@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -71,18 +72,19 @@ def test_one_flipped_bit_is_counted(
     table: str, column: str, figure: str, deterministic_run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The control: other records have another count. The first row of updates is of the first minibatch."""
-    read: Callable[..., pd.DataFrame] = getattr(reader, f"read_{table}")
+    read: Callable[..., pd.DataFrame] = reader.read_table
 
-    def flipped(*arguments: object, **options: object) -> pd.DataFrame:
-        rows = read(*arguments, **options)
-        if options.get("iterations") not in ([0], None):
+    def flipped(name: str, *arguments: object, **options: object) -> pd.DataFrame:
+        rows = read(name, *arguments, **options)
+        if name != table or options.get("iterations") not in ([0], None):
             return rows
         numbers = rows[column].to_numpy(np.float32, copy=True)
         numbers.view(np.int32)[0] ^= 1
         return rows.assign(**{column: numbers})
 
     before = by_loop(deterministic_run)
-    monkeypatch.setattr(reader, f"read_{table}", flipped)
+    monkeypatch.setattr(reader, "read_table", flipped)
+    monkeypatch.setattr(reader, f"read_{table}", partial(flipped, table))
     counted = dataclasses.asdict(run_agreement(deterministic_run))
     assert counted[figure] == before[figure] + 1 == by_loop(deterministic_run)[figure] == 1
     others = set(before) - {figure, "max_abs_old_rollout"}

@@ -19,7 +19,7 @@ from scipy import stats
 
 from ppo_repro.analysis import significance
 from ppo_repro.analysis.comparison.findings import Finding
-from ppo_repro.analysis.run_tables import chosen_iterations
+from ppo_repro.analysis.run_tables import RunTables, chosen_iterations
 from ppo_repro.base.errors import UserError
 from ppo_repro.records import reader
 from ppo_repro.records.logprob_pairs import KEY_IN_ITERATION
@@ -28,7 +28,6 @@ from ppo_repro.statistics.bits import unequal_bits
 from ppo_repro.statistics.clusters import Floats, ratio_of_sums, segment_sums
 
 LOGPROB_COLUMNS = ("old_logprobs", "rollout_logprobs", "ref_logprobs")
-Runs = Sequence[tuple[Path | str, Manifest]]  # the folders and manifests of run a and run b
 
 
 class ResponsePair(NamedTuple):
@@ -85,11 +84,11 @@ def paired_responses(
         raise UserError(
             f"{run_a} has {len(selected)} iterations, {run_b} has {len(others)}; name the iterations to compare"
         )
-    runs = ((run_a, a), (run_b, b))
+    runs = RunTables(run_a, a, selected), RunTables(run_b, b, others)
     return pd.concat([_iteration_pairs(runs, column, iteration) for iteration in selected], ignore_index=True)
 
 
-def _iteration_pairs(runs: Runs, column: str, iteration: int) -> pd.DataFrame:
+def _iteration_pairs(runs: Sequence[RunTables], column: str, iteration: int) -> pd.DataFrame:
     """Return the rows of `paired_responses` of one iteration."""
     responses = _merged(runs, "sequences", iteration, ["sequence"], ["prompt_ids", "response_length"])
     prompts = zip(responses["prompt_ids_a"], responses["prompt_ids_b"], strict=True)
@@ -117,12 +116,9 @@ def _iteration_pairs(runs: Runs, column: str, iteration: int) -> pd.DataFrame:
     return pd.DataFrame(columns, columns=ResponsePair._fields)
 
 
-def _merged(runs: Runs, table: str, iteration: int, keys: list[str], columns: list[str]) -> pd.DataFrame:
+def _merged(runs: Sequence[RunTables], table: str, iteration: int, keys: list[str], columns: list[str]) -> pd.DataFrame:
     """Return the rows of a table that both runs have, with the columns of the runs as NAME_a and NAME_b."""
-    a, b = (
-        reader.read_table(table, run, iterations=[iteration], columns=[*keys, *columns], recorded=recorded)
-        for run, recorded in runs
-    )
+    a, b = (run.read(table, [*keys, *columns], iteration) for run in runs)
     return a.merge(b, on=keys, suffixes=("_a", "_b"), validate="one_to_one")
 
 

@@ -22,7 +22,6 @@ from ppo_repro.analysis.report.sections.ratios_and_clipping import clipping_sect
 from ppo_repro.analysis.report.sections.responses import samples_section, token_section
 from ppo_repro.analysis.report.sections.sampler_and_trainer import cause_statement, mismatch_section
 from ppo_repro.config.files import DPO
-from ppo_repro.records import reader
 from ppo_repro.records.manifest import has_responses
 from ppo_repro.runs.results import ppo_results
 from ppo_repro.runs.summary import on_policy_lines, summarise
@@ -56,7 +55,7 @@ def _ppo_page(facts: Facts, responses: int) -> str:
     distributions = change_figures(numbers.values, content.first_chart[-1].title, content.samples)
     tokens = None
     if responses and len(numbers.responses):
-        tokens = read_token_view(facts.run_dir, facts.manifest, choose_responses(numbers.responses, responses))
+        tokens = read_token_view(facts.tables, choose_responses(numbers.responses, responses))
     cards = [
         Card(
             "Did it learn?",
@@ -85,8 +84,8 @@ def _repeat_card(facts: Facts) -> Card:
 
 
 def _dpo_page(facts: Facts) -> str:
-    curves, last = run_curves(facts), facts.manifest.num_iterations - 1
-    rows = reader.read_table("margins", facts.run_dir, iterations=[last], columns=["held_out", "margins"])
+    curves = run_curves(facts)
+    rows = facts.tables.read("margins", ["held_out", "margins"], facts.manifest.num_iterations - 1)
     pairs = {"training pairs": rows[~rows["held_out"]], "held-out pairs": rows[rows["held_out"]]}
     cards = [
         Card(

@@ -13,7 +13,7 @@ from pathlib import Path
 import pandas as pd
 
 from ppo_repro.analysis.clip_rules import token_rule
-from ppo_repro.analysis.run_tables import chosen_iterations
+from ppo_repro.analysis.run_tables import RunTables, chosen_iterations
 from ppo_repro.analysis.tokenization.recorded_tokenizer import RecordedTokenizer
 from ppo_repro.analysis.tokenization.retokenize import DRIFT_COLUMNS, DriftSummary, drift_summary, retokenization
 from ppo_repro.analysis.tokenization.token_kl import (
@@ -27,7 +27,6 @@ from ppo_repro.analysis.tokenization.token_kl import (
 from ppo_repro.analysis.tokenization.word_clip import UPDATE_COLUMNS, clip_table, word_ratios
 from ppo_repro.analysis.tokenization.words import Boundary
 from ppo_repro.records import reader
-from ppo_repro.records.folder import load_recorded_config
 from ppo_repro.records.manifest import Manifest, require_responses
 
 
@@ -51,8 +50,8 @@ def iteration_tables(
     """Return all tables of one iteration of a language run. Raises UserError on missing or damaged records."""
     recorded = recorded or reader.open_manifest(run_dir)
     require_responses(run_dir, recorded)
-    tokens = reader.read_tokens(run_dir, iterations=[iteration], columns=KL_TOKEN_COLUMNS, recorded=recorded)
-    sequences = reader.read_sequences(run_dir, iterations=[iteration], columns=SEQUENCE_COLUMNS, recorded=recorded)
+    run = RunTables(run_dir, recorded, [iteration])
+    tokens, sequences = run.read("tokens", KL_TOKEN_COLUMNS), run.read("sequences", SEQUENCE_COLUMNS)
     table = token_table(tokens, sequences, boundary=boundary)
     words, responses = word_table(table), response_table(table, sequences)
     return TokenizationTables(
@@ -60,20 +59,19 @@ def iteration_tables(
         words=words,
         responses=responses,
         summary=summary_table(responses, words),
-        clip_band=_clip_band(run_dir, recorded, iteration, table, tokens),
+        clip_band=_clip_band(run, table, tokens),
     )
 
 
-def _clip_band(
-    run_dir: Path | str, recorded: Manifest, iteration: int, table: pd.DataFrame, tokens: pd.DataFrame
-) -> pd.DataFrame | None:
-    if iteration not in recorded.own_iterations:
+def _clip_band(run: RunTables, table: pd.DataFrame, tokens: pd.DataFrame) -> pd.DataFrame | None:
+    """Return `clip_table` of the one iteration of `run`; None without a clip of token ratios, or if it was copied."""
+    (iteration,) = run.iterations
+    if iteration not in run.recorded.own_iterations:
         return None
-    recorded_row = reader.read_iterations(run_dir, iterations=[iteration], columns=["clip_range"], recorded=recorded)
-    rule = token_rule(load_recorded_config(run_dir).ppo, recorded_row["clip_range"].item())
+    rule = token_rule(run.config.ppo, run.read("iterations", ["clip_range"])["clip_range"].item())
     if rule is None:
         return None
-    updates = reader.read_updates(run_dir, iterations=[iteration], columns=UPDATE_COLUMNS, recorded=recorded)
+    updates = run.read("updates", UPDATE_COLUMNS)
     return clip_table(word_ratios(table, tokens[f"{rule.anchor}_logprobs"], updates, rule))
 
 
@@ -98,8 +96,9 @@ def drift_by_iteration(
     Raises UserError if the tokenizer is not the run's.
     """
     recorded = reader.open_manifest(run_dir)
-    rows = []
-    for iteration in chosen_iterations(recorded, iterations):
-        sequences = reader.read_sequences(run_dir, iterations=[iteration], columns=DRIFT_COLUMNS, recorded=recorded)
-        rows.append(drift_summary(retokenization(sequences, tokenizer)))
+    run = RunTables(run_dir, recorded, chosen_iterations(recorded, iterations))
+    rows = [
+        drift_summary(retokenization(run.read("sequences", DRIFT_COLUMNS, iteration), tokenizer))
+        for iteration in run.iterations
+    ]
     return pd.DataFrame(rows, columns=DriftSummary._fields)

@@ -141,7 +141,7 @@ def test_a_scan_agrees_with_what_training_recorded(deterministic_run: Path) -> N
 def test_the_token_view_has_what_the_records_have(native_run: Path) -> None:
     facts = read_facts(native_run)
     chosen = choose_responses(read_page_numbers(facts).responses, 12)
-    data = read_token_view(native_run, facts.manifest, chosen)
+    data = read_token_view(facts.tables, chosen)
     assert len(data["responses"]) == 12
     keys = [column["key"] for column in data["columns"]]
     assert {"delta", "ratio_0", "ratio_1", "flag_0", "flag_1", "values", "advantages", "ref_kl"} <= set(keys)

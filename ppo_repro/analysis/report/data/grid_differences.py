@@ -14,9 +14,9 @@ import pandas as pd
 from ppo_repro.analysis.grid_table import Comparison, compared, paired_differences
 from ppo_repro.analysis.report.data.folder_runs import Final, FolderRuns
 from ppo_repro.analysis.report.data.metrics import Metric
+from ppo_repro.analysis.run_tables import run_tables
 from ppo_repro.analysis.significance import detectable
 from ppo_repro.config.run import RunConfig
-from ppo_repro.records import reader
 from ppo_repro.records.grid import CELLS, axes_of, read_grid_table
 
 
@@ -130,9 +130,5 @@ def limits_of(runs: FolderRuns, result: Metric) -> Limits:
     if (possible := result.possible) is not None:
         return Limits(possible[1] - possible[0], math.inf)
     ends = [run.facts.config.reward.score_range for run in runs.listed if isinstance(run.facts.config, RunConfig)]
-    scores = [
-        reader.read_sequences(run.facts.run_dir, iterations=run.facts.manifest.own_iterations, columns=["scores"])
-        for run in runs.listed
-    ]
-    every = pd.concat(scores)["scores"]
-    return Limits(max(high for _, high in ends) - min(low for low, _ in ends), float(every.max() - every.min()))
+    scores = pd.concat(run_tables(run.facts.run_dir).read("sequences", ["scores"])["scores"] for run in runs.listed)
+    return Limits(max(high for _, high in ends) - min(low for low, _ in ends), float(scores.max() - scores.min()))

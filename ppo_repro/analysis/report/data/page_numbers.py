@@ -28,7 +28,6 @@ from ppo_repro.analysis.report.data.run_curves import (
     returns_of,
 )
 from ppo_repro.analysis.report.data.run_facts import Facts
-from ppo_repro.records import reader
 from ppo_repro.records.logprob_pairs import deltas, run_evidence
 from ppo_repro.records.manifest import has_responses
 from ppo_repro.runs.results import draws_of_records
@@ -112,15 +111,15 @@ def ratio_quantiles(iteration: int, updates: pd.DataFrame) -> pd.DataFrame:
 
 def read_page_numbers(facts: Facts) -> PageNumbers:
     """Read all iterations of a run of PPO once, and return the numbers for its page."""
-    run_dir, recorded = facts.run_dir, facts.manifest
+    recorded, tables = facts.manifest, facts.tables
     means: dict[int, Means] = {}
     values: dict[int, Floats] = {}
     responses = [pd.DataFrame(columns=ResponseSummary._fields)]
     counts: list[Counts] = []
     ratios: list[pd.DataFrame] = []
     flags: list[dict[str, int]] = []
-    for number in range(recorded.num_iterations):
-        updates = reader.read_updates(run_dir, iterations=[number], columns=_UPDATE_COLUMNS, recorded=recorded)
+    for number in tables.iterations:
+        updates = tables.read("updates", _UPDATE_COLUMNS, number)
         if has_responses(recorded):
             sequences, tokens = read_sampled(facts, number)
             draws = draws_of_records(number, tokens)
@@ -128,8 +127,7 @@ def read_page_numbers(facts: Facts) -> PageNumbers:
             means[number] = response_means(sequences, tokens, draws)
             responses.append(_response_summary(number, sequences, tokens, updates))
         else:
-            columns = ["rollout_logprobs", "old_logprobs"]
-            tokens = reader.read_tokens(run_dir, iterations=[number], columns=columns, recorded=recorded)
+            tokens = tables.read("tokens", ["rollout_logprobs", "old_logprobs"], number)
             draws = NONE
             values[number] = returns_of(facts, number)
             means[number] = return_means(values[number])

@@ -15,7 +15,6 @@ from ppo_repro.analysis.report.data.metrics import Metric, Range
 from ppo_repro.analysis.report.data.run_facts import Facts, read_facts
 from ppo_repro.analysis.significance import one_sample, t_interval
 from ppo_repro.config.files import CONTROL
-from ppo_repro.records import reader
 from ppo_repro.records.manifest import has_responses
 from ppo_repro.runs.results import AgreementCounts, Change, draws_of_records, recorded_agreement
 from ppo_repro.statistics import clusters
@@ -129,18 +128,14 @@ def _of_steps(steps: pd.DataFrame, name: str) -> Curve:
 
 def read_sampled(facts: Facts, iteration: int) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Read `sequences` and `tokens` of one iteration of a language run, with the columns that its page needs."""
-    run_dir, recorded = facts.run_dir, facts.manifest
-    return (
-        reader.read_sequences(run_dir, iterations=[iteration], columns=_SEQUENCE_COLUMNS, recorded=recorded),
-        reader.read_tokens(run_dir, iterations=[iteration], columns=_TOKEN_COLUMNS, recorded=recorded),
-    )
+    tables = facts.tables
+    return tables.read("sequences", _SEQUENCE_COLUMNS, iteration), tables.read("tokens", _TOKEN_COLUMNS, iteration)
 
 
 def returns_of(facts: Facts, iteration: int) -> Floats:
     """Return the returns of the episodes of a control run that ended in an iteration."""
-    columns = ["episode_return"]
-    episodes = reader.read_sequences(facts.run_dir, iterations=[iteration], columns=columns, recorded=facts.manifest)
-    return episodes["episode_return"].dropna().to_numpy(np.float64)
+    returns = facts.tables.read("sequences", ["episode_return"], iteration)["episode_return"]
+    return returns.dropna().to_numpy(np.float64)
 
 
 def response_means(sequences: pd.DataFrame, tokens: pd.DataFrame, drawn: Draws) -> Means:

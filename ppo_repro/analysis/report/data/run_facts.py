@@ -12,6 +12,7 @@ from typing import Any
 import pandas as pd
 
 from ppo_repro.analysis.report.data.metrics import CONTENT, PageContent
+from ppo_repro.analysis.run_tables import RunTables
 from ppo_repro.base.errors import UserError
 from ppo_repro.config.control import ControlConfig
 from ppo_repro.config.dpo import DPOConfig
@@ -39,6 +40,11 @@ class Facts:
     # the tables of the iterations that the manifest counts; a run in progress may have more now
     iterations: pd.DataFrame
     steps: pd.DataFrame
+
+    @property
+    def tables(self) -> RunTables:
+        """Return the tables of all recorded iterations."""
+        return RunTables(self.run_dir, self.manifest, range(self.manifest.num_iterations))
 
     @property
     def own_iterations(self) -> pd.DataFrame:

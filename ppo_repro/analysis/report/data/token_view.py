@@ -6,7 +6,6 @@ import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from pathlib import Path
 from typing import Any, Literal, TypedDict
 
 import numpy as np
@@ -15,10 +14,9 @@ import pandas as pd
 
 from ppo_repro.analysis.clip_flags import flag_legend
 from ppo_repro.analysis.report.data.chosen_responses import REASONS, ChosenResponse
+from ppo_repro.analysis.run_tables import RunTables
 from ppo_repro.base.errors import UserError
-from ppo_repro.records import reader
 from ppo_repro.records.logprob_pairs import deltas
-from ppo_repro.records.manifest import Manifest
 
 DIGITS = 6
 NULLABLE = ("values", "returns", "ratio_")  # the beginnings of columns whose NaN is null
@@ -100,14 +98,15 @@ _TOKEN_COLUMNS = [
 _UPDATE_COLUMNS = ["iteration", "epoch", "sequence", "position", "ratios", "clip_flag"]
 
 
-def read_token_view(run_dir: Path, recorded: Manifest, chosen: Sequence[ChosenResponse]) -> TokenView:
+def read_token_view(tables: RunTables, chosen: Sequence[ChosenResponse]) -> TokenView:
     """Read the chosen responses of a run, which are in order of iteration, and return them token by token."""
     responses: list[ShownResponse] = []
     for iteration, group in groupby(chosen, key=lambda response: response.iteration):
-        sequences = reader.read_sequences(run_dir, iterations=[iteration], columns=_SEQUENCE_COLUMNS, recorded=recorded)
-        tokens = reader.read_tokens(run_dir, iterations=[iteration], columns=_TOKEN_COLUMNS, recorded=recorded)
-        updates = reader.read_updates(run_dir, iterations=[iteration], columns=_UPDATE_COLUMNS, recorded=recorded)
-        responses += responses_by_token(sequences, tokens, updates, [*group], f"{run_dir}: iteration {iteration}")
+        sequences = tables.read("sequences", _SEQUENCE_COLUMNS, iteration)
+        tokens = tables.read("tokens", _TOKEN_COLUMNS, iteration)
+        updates = tables.read("updates", _UPDATE_COLUMNS, iteration)
+        place = f"{tables.run_dir}: iteration {iteration}"
+        responses += responses_by_token(sequences, tokens, updates, [*group], place)
     return token_view(responses)
 
 

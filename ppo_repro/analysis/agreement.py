@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import reduce
 from operator import add
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -38,9 +37,18 @@ class Agreement:
     unequal_update_values: int
 
     def __add__(self, other: Agreement) -> Agreement:
-        sums: dict[str, Any] = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)}
         largest = float(np.maximum(self.max_abs_old_rollout, other.max_abs_old_rollout))  # NaN stays NaN
-        return Agreement(**sums | {"max_abs_old_rollout": largest})
+        return Agreement(
+            tokens=self.tokens + other.tokens,
+            unequal_old_rollout_logprobs=self.unequal_old_rollout_logprobs + other.unequal_old_rollout_logprobs,
+            max_abs_old_rollout=largest,
+            first_minibatch_tokens=self.first_minibatch_tokens + other.first_minibatch_tokens,
+            unequal_first_ratios=self.unequal_first_ratios + other.unequal_first_ratios,
+            unequal_values=self.unequal_values + other.unequal_values,
+            update_rows=self.update_rows + other.update_rows,
+            unequal_ratios=self.unequal_ratios + other.unequal_ratios,
+            unequal_update_values=self.unequal_update_values + other.unequal_update_values,
+        )
 
 
 def _float32(frame: pd.DataFrame, column: str) -> Float32:
@@ -65,32 +73,25 @@ def run_agreement(run_dir: Path | str) -> Agreement:
 def agreement_of(tokens: pd.DataFrame, updates: pd.DataFrame) -> Agreement:
     """Count the unequal bits of one iteration, from TOKENS_COMPARED and UPDATES_COMPARED of its tables."""
     joined = updates.merge(tokens, on=TOKEN_KEY, how="left", validate="many_to_one")
-    rollout, old = (_float32(tokens, name) for name in ("rollout_logprobs", "old_logprobs"))
-    is_first = (joined["epoch"] == 0) & (joined["minibatch"] == 0)
-    steps = _step_numbers(joined)
-    return Agreement(
-        **iteration_agreement(rollout, old, *_step_numbers(joined[is_first]))._asdict(),
-        tokens=len(tokens),
-        first_minibatch_tokens=int(is_first.sum()),
-        update_rows=len(joined),
-        unequal_ratios=int(unequal_bits(steps.ratios, np.ones_like(steps.ratios)).sum()),
-        unequal_update_values=int(unequal_bits(steps.new_values, steps.values).sum()),
-    )
-
-
-class _StepNumbers(NamedTuple):
-    """Ratios of the policy's steps, and values before and in the value model's steps."""
-
-    ratios: Float32
-    values: Float32
-    new_values: Float32
-
-
-def _step_numbers(rows: pd.DataFrame) -> _StepNumbers:
     # a ratio may be a recorded NaN, so only clip_flag says that the policy took a step; value steps have no flag
-    value_rows = rows[rows["new_values"].notna()]
-    return _StepNumbers(
-        ratios=_float32(rows[rows["clip_flag"].notna()], "ratios"),
-        values=_float32(value_rows, "values"),
-        new_values=_float32(value_rows, "new_values"),
+    policy, value = joined[joined["clip_flag"].notna()], joined[joined["new_values"].notna()]
+    first_values = _first_minibatch(value)
+    counts = iteration_agreement(
+        rollout=_float32(tokens, "rollout_logprobs"),
+        old=_float32(tokens, "old_logprobs"),
+        first_ratios=_float32(_first_minibatch(policy), "ratios"),
+        values=_float32(first_values, "values"),
+        new_values=_float32(first_values, "new_values"),
     )
+    return Agreement(
+        **counts._asdict(),
+        tokens=len(tokens),
+        first_minibatch_tokens=len(_first_minibatch(joined)),
+        update_rows=len(joined),
+        unequal_ratios=int(unequal_bits(_float32(policy, "ratios"), np.ones(len(policy))).sum()),
+        unequal_update_values=int(unequal_bits(_float32(value, "new_values"), _float32(value, "values")).sum()),
+    )
+
+
+def _first_minibatch(rows: pd.DataFrame) -> pd.DataFrame:
+    return rows[(rows["epoch"] == 0) & (rows["minibatch"] == 0)]

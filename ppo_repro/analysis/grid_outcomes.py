@@ -115,8 +115,8 @@ def mismatch_of_cell(tables: RunTables) -> CellMismatch:
     """Return the mismatch of a run, over the response tokens of the iterations that the run itself computed.
 
     One iteration is in memory at a time. clip_floor is 0 with the anchor `old`, whose first ratio is 1, and NaN if the
-    objective does not clip each token's ratio, or if a ratio is NaN. Unlike the k3 of METRICS, k3 is infinite or NaN if
-    a log-prob is.
+    objective does not clip each token's ratio, or if a ratio is NaN. k3 is infinite or NaN if a log-prob is. The k3 of
+    METRICS leaves such tokens out, because `n_nonfinite` counts them beside it; a row of a grid has no such count.
     """
     count, k3_sum, removed = 0, 0.0, 0.0
     for iteration, rule in _clip_rules(tables):

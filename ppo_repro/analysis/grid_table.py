@@ -77,7 +77,7 @@ def paired_differences(cells: pd.DataFrame, measure: str, against: str) -> dict[
 
 def compared(differences: Iterable[tuple[str, pd.Series]]) -> list[Comparison]:
     """Test the `paired_differences` of each setting."""
-    means = [(point, _estimate(apart.to_numpy(np.float64))) for point, apart in differences]
+    means = [(point, _estimate(by_seed.to_numpy(np.float64))) for point, by_seed in differences]
     p_values = [t_test(mean) for _, mean in means]
     return [
         Comparison(point, mean.mean, *t_interval(mean, 0.95), p_value, float(p_holm))
@@ -85,8 +85,8 @@ def compared(differences: Iterable[tuple[str, pd.Series]]) -> list[Comparison]:
     ]
 
 
-def _estimate(apart: Floats) -> Estimate:
-    return one_sample(apart) if np.isfinite(apart).all() else Estimate(math.nan, math.nan, math.nan)
+def _estimate(differences: Floats) -> Estimate:
+    return one_sample(differences) if np.isfinite(differences).all() else Estimate(math.nan, math.nan, math.nan)
 
 
 def markdown(table: pd.DataFrame) -> str:

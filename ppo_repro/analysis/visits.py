@@ -6,20 +6,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import pandas as pd
 
 from ppo_repro.analysis.clip_flags import Bool, column
 from ppo_repro.analysis.clip_rules import ClipRule, counted_rule, value_reach
 from ppo_repro.analysis.run_tables import run_tables
 from ppo_repro.base.errors import UserError
-from ppo_repro.records.logprob_pairs import KEY_IN_ITERATION
+from ppo_repro.records.logprob_pairs import KEY_IN_ITERATION, TOKEN_KEY
 
 STEP_KEY = ["epoch", "minibatch"]
 CLIP_TOKEN_COLUMNS = [
-    *("iteration", "sequence", "position", "rollout_logprobs", "old_logprobs", "entropies"),
-    *("values", "advantages", "returns"),
-]
+    *TOKEN_KEY, "rollout_logprobs", "old_logprobs", "entropies", "values", "advantages", "returns",
+]  # fmt: skip
 ALL = "all"
 SUBSETS = {ALL: 0, "adv_pos": 1, "adv_neg": -1}  # the sign of the advantages; 0 for any
 
@@ -44,10 +42,8 @@ def join_tokens(tokens: pd.DataFrame, updates: pd.DataFrame, anchor: str) -> pd.
     rows = updates.merge(tokens, on=KEY_IN_ITERATION, how="inner", validate="many_to_one")
     if len(rows) != len(updates):
         raise UserError(f"{len(updates) - len(rows)} rows of updates have no row in tokens; the records are damaged")
-    new = rows["new_logprobs"].to_numpy(np.float64)
-    rows["anchor_logprobs"] = rows[f"{anchor}_logprobs"].to_numpy(np.float64)
-    rows["log_ratios"] = new - rows["anchor_logprobs"].to_numpy()
-    return rows
+    anchor_logprobs = column(rows, f"{anchor}_logprobs")
+    return rows.assign(anchor_logprobs=anchor_logprobs, log_ratios=column(rows, "new_logprobs") - anchor_logprobs)
 
 
 def load_iterations(
@@ -63,16 +59,15 @@ def load_iterations(
     None.
     """
     tables = run_tables(run_dir, iterations)
-    config = tables.config
     for _, summary in tables.read("iterations").iterrows():
         iteration = int(summary["iteration"])
-        rule = counted_rule(config.ppo, float(summary["clip_range"]), band)
+        rule = counted_rule(tables.config.ppo, float(summary["clip_range"]), band)
         tokens = tables.read("tokens", CLIP_TOKEN_COLUMNS, iteration)
         updates = tables.read("updates", iteration=iteration).drop(columns="iteration")
         yield IterationRows(
             iteration=iteration,
             rule=rule,
-            value_reach=value_reach(config.value, float(summary["return_scale"])),
+            value_reach=value_reach(tables.config.value, float(summary["return_scale"])),
             steps=tables.read("steps", STEP_KEY, iteration),
             rows=join_tokens(tokens, updates, rule.anchor),
         )

@@ -79,8 +79,8 @@ def ticks(axis: Axis) -> list[Tick]:
         return list(axis.ticks)
     if axis.log:
         lo, hi = round(math.log10(axis.lo)), round(math.log10(axis.hi))
-        every = max(1, math.ceil((hi - lo) / 6))
-        powers = range(lo, hi + 1, every)
+        stride = max(1, math.ceil((hi - lo) / 6))
+        powers = range(lo, hi + 1, stride)
         return [Tick(10.0**power, f"{10.0**power:g}" if -3 <= power <= 4 else f"1e{power}") for power in powers]
     raw = (axis.hi - axis.lo) / 5
     magnitude = 10.0 ** math.floor(math.log10(raw))

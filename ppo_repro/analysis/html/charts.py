@@ -235,10 +235,10 @@ def _open(x: Floats, y: Floats) -> str:
 
 def _values(plot: Plot, lines: Sequence[Line]) -> dict[str, object]:
     """Return the values of every line at up to MAX_X_VALUES values of x, which the page shows under the pointer."""
-    every = np.unique(np.concatenate([line.x for line in lines])) if lines else np.zeros(0)
+    x_values = np.unique(np.concatenate([line.x for line in lines])) if lines else np.zeros(0)
     rows = [{float(x): k for k, x in enumerate(line.x)} for line in lines]
     labels = []
-    for x in every[evenly_spread(len(every), MAX_X_VALUES)].tolist():
+    for x in x_values[evenly_spread(len(x_values), MAX_X_VALUES)].tolist():
         words = [f"{plot.x.label} {number(x, DIGITS)}"]
         for line, row in zip(lines, rows, strict=True):
             if x in row:

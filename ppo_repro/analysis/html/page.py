@@ -144,12 +144,12 @@ def document(
         connect: the only source to which the security policy allows requests.
     """
 
-    def known(text: str) -> str:
+    def source_hash(text: str) -> str:
         return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
     style, script = ("".join(path.read_text(encoding="utf-8") for path in paths) for paths in (styles, scripts))
     policy = (
-        f"default-src 'none'; style-src {known(style)}; script-src {known(script)}; img-src data:; "
+        f"default-src 'none'; style-src {source_hash(style)}; script-src {source_hash(script)}; img-src data:; "
         f"connect-src {connect}; base-uri 'none'; form-action 'none'"
     )
     head = (

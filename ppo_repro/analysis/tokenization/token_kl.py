@@ -69,9 +69,6 @@ class SummaryRow(NamedTuple):
     n_nonfinite: int  # responses whose sum is not finite
 
 
-SUMMARY_COLUMNS = list(SummaryRow._fields)
-
-
 def estimators(old_logprobs: Floats, ref_logprobs: Floats) -> dict[str, Floats]:
     """Return k1, k3 and |k1| of KL(policy || reference) per token, nats, float64; the policy sampled the tokens."""
     x = np.asarray(old_logprobs, dtype=np.float64) - np.asarray(ref_logprobs, dtype=np.float64)
@@ -166,7 +163,7 @@ def summary_table(responses: pd.DataFrame, words: pd.DataFrame) -> pd.DataFrame:
         *_first_token_shares(responses, text_words),
         *_word_statistics(responses, text_words),
     ]
-    summary = pd.DataFrame(rows, columns=SUMMARY_COLUMNS)
+    summary = pd.DataFrame(rows, columns=SummaryRow._fields)
     summary.insert(0, "iteration", int(responses["iteration"].iloc[0]))
     return summary
 

@@ -28,12 +28,12 @@ def command(arguments: argparse.Namespace) -> None:
     band = None if arguments.clip_range is None else (arguments.clip_range[0], arguments.clip_range[1])
     steps = clip_tables(arguments.run, band=band).by_step
     numbers = over_all_steps(steps)
-    if target is None:
-        print_result(arguments.json, numbers._asdict(), _lines(numbers))
-    else:
+    value, lines = numbers._asdict(), _lines(numbers)
+    if target is not None:
         stops = early_stop(steps, target)
-        value = {**numbers._asdict(), "early_stops": stops.to_dict("records")}
-        print_result(arguments.json, value, [*_lines(numbers), *_early_stop_lines(stops, target)])
+        value["early_stops"] = stops.to_dict("records")
+        lines += _early_stop_lines(stops, target)
+    print_result(arguments.json, value, lines)
 
 
 def _lines(n: RunClipping) -> list[str]:

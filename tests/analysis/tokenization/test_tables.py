@@ -10,7 +10,7 @@ import pytest
 
 from ppo_repro.analysis.tokenization.recorded_tokenizer import recorded_tokenizer
 from ppo_repro.analysis.tokenization.tables import drift_by_iteration, iteration_tables, summary_by_iteration
-from ppo_repro.analysis.tokenization.token_kl import SUMMARY_COLUMNS
+from ppo_repro.analysis.tokenization.token_kl import SummaryRow
 from ppo_repro.base.errors import UserError
 from ppo_repro.records import reader
 from tests.support.cli import Cli
@@ -26,7 +26,7 @@ def one(summary: pd.DataFrame, metric: str, unit: str, reduction: str) -> np.nda
 
 def test_the_units_agree_with_the_recorded_iterations(native_run: Path) -> None:
     summary = summary_by_iteration(native_run, boundary="leading", iterations=None)
-    assert list(summary) == ["iteration", *SUMMARY_COLUMNS]
+    assert list(summary) == ["iteration", *SummaryRow._fields]
     recorded = reader.read_iterations(native_run)
     for metric, unit, reduction, column in (
         ("ref_kl", "token", "ratio_of_sums", "ref_kl_per_token"),

@@ -131,8 +131,8 @@ def _settings(folder: Path, runs: Sequence[OneRun]) -> dict[Setting, list[OneRun
 
 def _by_differences(runs: Sequence[OneRun]) -> list[tuple[Setting, OneRun]]:
     """Return each run with its values of the fields in which the setups of the runs differ as setting."""
-    found = settings_of([setup_of(run.facts.run_dir, run.facts.manifest) for run in runs])
-    return list(zip(found, runs, strict=True))
+    settings = settings_of([setup_of(run.facts.run_dir, run.facts.manifest) for run in runs])
+    return list(zip(settings, runs, strict=True))
 
 
 def setting_names(texts: Sequence[str], labels: Sequence[Sequence[str]], experiments: Sequence[str]) -> list[str]:

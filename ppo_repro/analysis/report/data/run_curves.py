@@ -183,9 +183,9 @@ def _mean(seeds: Sequence[Curve], possible: Range) -> Curve:
     low and high are the ends of the 95 % Student interval, clipped to the possible values. With fewer than MANY_SEEDS
     seeds an interval says little, so low and high are the smallest and the largest value.
     """
-    every = pd.concat([pd.Series(seed.value, seed.iteration) for seed in seeds], axis=1).sort_index()
+    by_seed = pd.concat([pd.Series(seed.value, seed.iteration) for seed in seeds], axis=1).sort_index()
     rows = []
-    for iteration, values in zip(every.index, every.to_numpy(np.float64), strict=True):
+    for iteration, values in zip(by_seed.index, by_seed.to_numpy(np.float64), strict=True):
         finite, _ = finite_of(values)  # the column `seeds` counts them
         if len(finite):
             estimate = one_sample(finite)

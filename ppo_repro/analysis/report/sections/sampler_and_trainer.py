@@ -122,8 +122,8 @@ def _ticks(filled: pd.DataFrame, kind: str) -> tuple[Tick, ...]:
     if kind == ROUTE:
         return tuple(Tick(k + 0.5, ROUTES[int(route)]) for k, route in enumerate(filled["lo"]))
     ends = [_short(value) for value in [*filled["lo"], filled["hi"].iloc[-1]]]
-    every = max(1, len(ends) // 8)
-    return tuple(Tick(float(k), end) for k, end in enumerate(ends) if k % every == 0)
+    stride = max(1, len(ends) // 8)
+    return tuple(Tick(float(k), end) for k, end in enumerate(ends) if k % stride == 0)
 
 
 def divergence_figure(metrics: pd.DataFrame) -> Figure:

@@ -106,7 +106,7 @@ class Draws:
         numbers = f"mean log p + entropy {self.mean:+.2g} ± {self.error:.2g} nats"
         if self.is_wrong:
             return f"{self.tokens:,} tokens were not drawn from the log-probs: {numbers}{self._suspicion()}"
-        return f"draws agree with log-probs as far as {self.tokens:,} tokens can tell: {numbers}{self._found()}"
+        return f"draws agree with log-probs as far as {self.tokens:,} tokens can tell: {numbers}{self._excluded()}"
 
     def _suspicion(self) -> str:
         missing, too_many = self.tail_probabilities
@@ -117,7 +117,7 @@ class Draws:
             )
         return ", and unlikely tokens are too many: does the sampler have a higher temperature, a penalty, or a ban?"
 
-    def _found(self) -> str:
+    def _excluded(self) -> str:
         """Return what the tokens exclude: a token beyond a cut was drawn, so the cut was not made."""
         excluded = []
         if self.levels:
@@ -154,17 +154,15 @@ def draws_of(
         The sums. Tokens of probability 0 are counted apart; NaN does not count.
     """
     logp, entropy = np.asarray(logprobs, np.float64), np.asarray(entropies, np.float64)
-    usable, impossible = np.isfinite(logp) & np.isfinite(entropy), int(np.isneginf(logp).sum())
+    impossible = int(np.isneginf(logp).sum())
+    usable = np.isfinite(logp) & np.isfinite(entropy)
     if not usable.any():
         return replace(NONE, impossible=impossible)
-    logp, entropy, owner = (
-        logp[usable],
-        entropy[usable],
-        np.unique(np.asarray(sequences)[usable], return_inverse=True)[1],
-    )
-    p, rest = np.exp(logp), -np.expm1(logp)
-    excess = np.where(rest > 0, logp + entropy, 0.0)  # a certain token tells nothing
-    bound = np.divide(excess**2 * p, rest, out=np.zeros_like(p), where=rest > 0)
+    logp, entropy = logp[usable], entropy[usable]
+    response = np.unique(np.asarray(sequences)[usable], return_inverse=True)[1]
+    p, p_of_others = np.exp(logp), -np.expm1(logp)
+    excess = np.where(p_of_others > 0, logp + entropy, 0.0)  # a certain token tells nothing
+    bound = np.divide(excess**2 * p, p_of_others, out=np.zeros_like(p), where=p_of_others > 0)
     levels, in_tails, highest = 0, NONE.in_tails, 0.0
     if cumulative_probs is not None:
         reached = np.asarray(cumulative_probs, np.float64)[usable]
@@ -176,7 +174,7 @@ def draws_of(
     return Draws(
         tokens=len(logp),
         excess=float(excess.sum()),
-        squares=float((np.bincount(owner, excess) ** 2).sum()),
+        squares=float((np.bincount(response, excess) ** 2).sum()),
         variance=float(bound.sum()),
         spread=float((excess**2).sum()),
         levels=levels,

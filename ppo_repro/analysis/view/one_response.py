@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import duckdb
@@ -17,18 +16,11 @@ from ppo_repro.base.errors import UserError
 from ppo_repro.records import manifest
 
 
-@dataclass(frozen=True)
-class OpenedResponse:
-    """A response as the page shows it."""
+def open_response(responses: Responses, run: IndexedRun, row: Mapping[str, Any]) -> tuple[str | None, TokenView]:
+    """Read the response of one row of the table from the files of its run, and return its prompt and its tokens.
 
-    prompt: str | None  # decoded from its tokens, with special tokens; None if the run has no tokenizer yet
-    tokens: TokenView
-
-
-def open_response(responses: Responses, run: IndexedRun, row: Mapping[str, Any]) -> OpenedResponse:
-    """Read the response of one row of the table from the files of its run.
-
-    Raises UserError if the files cannot be read.
+    The prompt is decoded from its tokens, with special tokens; None if the run has no tokenizer yet. Raises UserError
+    if the files cannot be read.
     """
     iteration, sequence = row["iteration"], row["sequence"]
 
@@ -45,4 +37,4 @@ def open_response(responses: Responses, run: IndexedRun, row: Mapping[str, Any])
     shown = responses_by_token(sequences, recorded("tokens"), recorded("updates"), [chosen], place)
     tokenizer = run.tokenizer()
     prompts = [tokenizer.decode_all(ids.tolist()) for ids in sequences["prompt_ids"]] if tokenizer else []
-    return OpenedResponse(prompts[0] if prompts else None, token_view(shown))
+    return prompts[0] if prompts else None, token_view(shown)

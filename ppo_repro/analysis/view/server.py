@@ -116,8 +116,8 @@ def _response(index: Index, parameters: Parameters) -> Answer:
     where = "run = ? and iteration = ? and prompt_key = ?"
     sql = f"select {SELECTED} from responses where {where} order by sample_index, sequence limit {SAMPLES}"
     samples = index.responses.rows(sql, [row["run"], row["iteration"], row["prompt_key"]])
-    opened = open_response(index.responses, index.runs[row["run"]], row)
-    return {"row": row, "samples": samples, "rendered": opened.prompt, "tokens": opened.tokens}
+    prompt, tokens = open_response(index.responses, index.runs[row["run"]], row)
+    return {"row": row, "samples": samples, "rendered": prompt, "tokens": tokens}
 
 
 def _diff(index: Index, parameters: Parameters) -> Answer:

@@ -62,7 +62,7 @@ def number(value: object, digits: int = 4) -> str:
     return fixed.rstrip("0").rstrip(".") if "." in fixed else fixed
 
 
-def share(count: int, whole: int) -> str:
+def percentage(count: int, whole: int) -> str:
     """Format a share, for example `33 %`; a small share has more digits, and no share is rounded to 0 or 100."""
     if whole == 0 or count in (0, whole):
         return "100 %" if count and count == whole else "0 %"

@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 
 from ppo_repro.analysis.grid_outcomes import incomplete_cells
-from ppo_repro.analysis.html.markup import Html, element, escape, sentence, share, table
+from ppo_repro.analysis.html.markup import Html, element, escape, percentage, sentence, table
 from ppo_repro.analysis.html.page import Card, Section, Statement, folded_table, page, scrolled
 from ppo_repro.analysis.mean_text import HALF_WIDTH
 from ppo_repro.analysis.report.data import grid_differences
@@ -190,6 +190,6 @@ def _verdicts(runs: Sequence[OneRun]) -> list[Statement]:
         unequal = sum(counts.unequal_old_rollout_logprobs for counts in different)
         tokens = sum(counts.tokens for counts in different)
         where = f"in the other {len(different)}" if equal else f"in all {len(runs)} runs"
-        text = f"{share(unequal, tokens)} of log-probs differ {where} ({unequal:,} of {tokens:,} tokens)."
+        text = f"{percentage(unequal, tokens)} of log-probs differ {where} ({unequal:,} of {tokens:,} tokens)."
         verdicts.append(Statement("differs", text))
     return verdicts

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from ppo_repro.analysis.html.axes import Axis, Tick, axis_for, ticks
 from ppo_repro.analysis.html.charts import CHARACTER, LEFT, PLOT_HEIGHT, RIGHT, TOP, WIDTH, Line, bar_chart, line_chart
-from ppo_repro.analysis.html.markup import element, escape, sentence, share
+from ppo_repro.analysis.html.markup import element, escape, percentage, sentence
 from ppo_repro.analysis.html.page import csv_link
 
 FINITE = st.floats(-1e12, 1e12)
@@ -90,7 +90,7 @@ SHARES = [
 
 @pytest.mark.parametrize(("part", "whole", "said"), SHARES)
 def test_a_share_is_never_rounded_to_all_or_nothing(part: int, whole: int, said: str) -> None:
-    assert share(part, whole) == said
+    assert percentage(part, whole) == said
 
 
 def test_a_sentence_begins_with_a_capital_letter_or_a_field() -> None:

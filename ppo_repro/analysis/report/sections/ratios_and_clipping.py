@@ -15,7 +15,7 @@ from ppo_repro.analysis.clip_flags import DRAWN, Effect, flags_with
 from ppo_repro.analysis.clip_rules import ClipRule, token_rule
 from ppo_repro.analysis.html.axes import axis_for
 from ppo_repro.analysis.html.charts import Line, Rule, line_chart
-from ppo_repro.analysis.html.markup import number, share
+from ppo_repro.analysis.html.markup import number, percentage
 from ppo_repro.analysis.html.page import Figure, Section
 from ppo_repro.analysis.report.data.page_numbers import QUANTILES, PageNumbers
 from ppo_repro.analysis.report.data.run_facts import Facts
@@ -28,7 +28,7 @@ def clipping_section(facts: Facts, numbers: PageNumbers) -> Section:
     title = "Ratios and clipping"
     if not len(numbers.ratios):
         return Section("clipping", title, ("No ratio is finite, so there is no figure of them.",))
-    rules = clip_rules(facts)
+    rules = bounds_as_rules(facts)
     drawn = [
         ratio_figure(ratios_by_step(numbers.ratios), rules),
         extremes_figure(extreme_ratios(numbers.ratios), rules),
@@ -45,7 +45,7 @@ def clipping_section(facts: Facts, numbers: PageNumbers) -> Section:
     return Section("clipping", title, notes, drawn)
 
 
-def clip_rules(facts: Facts) -> list[Rule]:
+def bounds_as_rules(facts: Facts) -> list[Rule]:
     """Return the bounds of the ratio in the last iteration as lines; [] for an objective that does not clip by it."""
     config = facts.config
     ranges = (facts.own_iterations if isinstance(config, RunConfig) else facts.own_steps)["clip_range"]
@@ -126,15 +126,15 @@ def _flags_in_words(rows: pd.DataFrame) -> tuple[str, str]:
     shares, meanings = [], []
     if removed or kept:
         shares.append(
-            f"{visited} the clip removed the gradient of {share(removed, count)}; "
-            f"{share(kept, count)} were outside the band and kept it."
+            f"{visited} the clip removed the gradient of {percentage(removed, count)}; "
+            f"{percentage(kept, count)} were outside the band and kept it."
         )
         meanings.append(
             "Clipped high: advantage above 0 and ratio above the upper bound; clipped low: the mirror image; "
             "wrong side: outside the band, but the gradient leads back into it and is kept."
         )
     if bounded:
-        shares.append(f"{visited} {share(bounded, count)} had a bounded weight and kept their gradient.")
+        shares.append(f"{visited} {percentage(bounded, count)} had a bounded weight and kept their gradient.")
         meanings.append(
             "Weight bounded above: the ratio is above the upper bound, which is the weight instead; "
             "bounded below: the mirror image."

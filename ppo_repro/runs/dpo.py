@@ -42,8 +42,8 @@ from ppo_repro.runs.kept_checkpoints import listed, parameter_bytes
 from ppo_repro.runs.kind import Execution, Files, Final, RunKind, Tables
 from ppo_repro.runs.prepare import Prepared, prepare, usable_device
 from ppo_repro.runs.starting_point import Start
+from ppo_repro.stages.evaluation import evaluate
 from ppo_repro.stages.forward import score_rollout
-from ppo_repro.stages.rewards import evaluate
 from ppo_repro.stages.rollout import roll_out
 from ppo_repro.tasks.templates import encoder, end_token_warning
 

@@ -8,7 +8,6 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -36,11 +35,10 @@ from ppo_repro.runs.notices import with_notices
 from ppo_repro.runs.prepare import Prepared, prepare
 from ppo_repro.runs.starting_point import Start
 from ppo_repro.sampling.faults.sampler import with_faults
-from ppo_repro.sampling.faults.trainer import received
 from ppo_repro.sampling.recorded_samples import Recorded
 from ppo_repro.sampling.rollout_engine import EngineContext, own_engine, rollout_engine
 from ppo_repro.stages.coefficients import last_kl
-from ppo_repro.stages.rewards import evaluate
+from ppo_repro.stages.evaluation import evaluate
 
 PROMPTS = "prompts and answers"  # what a fork may change
 
@@ -71,8 +69,7 @@ class LanguageExecution(Execution[Iteration]):
         config, task, state = self.config, self.prepared.task, self.prepared.state
         end_ids = self.prepared.engine.stop_ids
         engine = with_faults(config.mismatch, self.engine, state, task.tokenizer, end_ids, self.ranks)
-        receive = partial(received, config.mismatch.trainer, tokenizer=task.tokenizer)
-        items = ppo_iterations(config, task, state, engine, self.ranks, receive)
+        items = ppo_iterations(config, task, state, engine, self.ranks)
         yield from with_notices(items, config, task.tokenizer, state.policy.config.vocab_size, self.watcher)
 
     def preparation_tables(self) -> Tables:

@@ -40,17 +40,12 @@ from ppo_repro.runs.recorded_buffers import (
     rollout_of,
 )
 from ppo_repro.sampling.faults.trainer import with_loss_mask
+from ppo_repro.stages.advantages import compute_advantages
 from ppo_repro.stages.coefficients import first_coefficients, next_coefficients
 from ppo_repro.stages.forward import kl_terms_of
-from ppo_repro.stages.rewards import compute_advantages, rewards_from
-from ppo_repro.stages.training_batch import (
-    Minibatch,
-    Schedule,
-    TrainingBatch,
-    micro_batches_of_rank,
-    minibatch_of,
-    training_batch,
-)
+from ppo_repro.stages.minibatches import Minibatch, Schedule, micro_batches_of_rank, minibatch_of
+from ppo_repro.stages.rewards import rewards_from
+from ppo_repro.stages.training_batch import TrainingBatch, training_batch
 from ppo_repro.stages.updates import PolicyColumns, joined, policy_update, value_update
 from ppo_repro.tasks.rewards import Judgement, weighted_scores
 from ppo_repro.user.functions import Functions, load_functions

@@ -14,7 +14,8 @@ from ppo_repro.buffers import PolicyUpdate, ValueUpdate
 from ppo_repro.numerics.sums import mean_of
 from ppo_repro.ppo import kl
 from ppo_repro.ppo.objectives import ClipFlag, removes_gradient
-from ppo_repro.stages.training_batch import Minibatch, TrainingBatch
+from ppo_repro.stages.minibatches import Minibatch
+from ppo_repro.stages.training_batch import TrainingBatch
 
 Columns = TypeVar("Columns")  # a NamedTuple of tensors, or a tuple of such; None for what a step has not
 

@@ -21,7 +21,8 @@ from ppo_repro.loop import policy_loss
 from ppo_repro.ppo.corrections import correction_names
 from ppo_repro.records import reader
 from ppo_repro.records.logprob_pairs import deltas
-from ppo_repro.stages.training_batch import TrainingBatch, corrections_of, training_batch
+from ppo_repro.stages.corrections import corrections_of
+from ppo_repro.stages.training_batch import TrainingBatch, training_batch
 from ppo_repro.statistics.clusters import Floats
 from tests.support.bare import NO_COEFFICIENTS, bare_advantages, bare_forward, bare_rollout
 from tests.support.language import tiny_run

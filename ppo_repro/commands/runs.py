@@ -19,7 +19,7 @@ from ppo_repro.base.latest import RUNS
 from ppo_repro.base.output import print_json, print_result, say, tell
 from ppo_repro.base.processes import processes
 from ppo_repro.commands.recorded import report_difference
-from ppo_repro.records.remedies import how_to_go_on
+from ppo_repro.records.next_command import how_to_go_on
 from ppo_repro.tracking.follower import Copies, followed, targets_of
 
 if TYPE_CHECKING:

@@ -8,13 +8,7 @@ from typing import assert_never
 import torch
 from torch import Tensor
 
-from ppo_repro.config.algorithm import (
-    DivergenceRejection,
-    ImportanceWeights,
-    RatioRejection,
-    Rejection,
-    VetoRejection,
-)
+from ppo_repro.config.algorithm import DivergenceRejection, ImportanceWeights, RatioRejection, Rejection, VetoRejection
 from ppo_repro.ppo import corrections
 from ppo_repro.ppo.corrections import Correction, Corrections
 

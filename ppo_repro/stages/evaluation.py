@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from ppo_repro.base.ranks import Ranks
 from ppo_repro.buffers import Evaluation
 from ppo_repro.config.run import RunConfig
 from ppo_repro.engine import Engine
 from ppo_repro.stages.rewards import judge, sample_of
 from ppo_repro.stages.rollout import Task, generate, known, sampling_of
-from ppo_repro.tasks.problems import Problem
 
 
 def evaluate(config: RunConfig, task: Task, engine: Engine, ranks: Ranks) -> Evaluation:
     """Sample greedy responses to the held-out prompts, and judge them."""
-    problems: Sequence[Problem] = task.problems.held_out
+    problems = task.problems.held_out
     answers = generate(task, engine, problems, sampling_of(config, greedy=True), [0] * len(problems), ranks)
     completions = [answer.completion for answer in answers]
     episodes = known("episodes", [answer.episode for answer in answers])

@@ -23,6 +23,7 @@ from ppo_repro.numerics.optimizer import Optimizer
 from ppo_repro.ppo.losses import value_losses
 from ppo_repro.stages.advantages import compute_advantages
 from ppo_repro.stages.coefficients import next_coefficients, set_learning_rates
+from ppo_repro.stages.corrections import corrected
 from ppo_repro.stages.cross_check import cross_check
 from ppo_repro.stages.equal_bits import require_first_step_agrees, require_sampler_agrees
 from ppo_repro.stages.evaluation import evaluate
@@ -222,7 +223,7 @@ def policy_loss(
 
     loss = surrogates if penalties is None else surrogates + penalties
     if batch.corrections is not None:
-        loss = loss * batch.corrections.weights[tokens]
+        loss = corrected(loss, batch.corrections.weights[tokens])
     loss = loss - new_entropies * batch.entropy_coef
     if kl_terms is not None:
         loss = loss + kl_terms

@@ -43,6 +43,14 @@ def corrections_of(
     return Corrections(weights, changes)
 
 
+def corrected(terms: Tensor, weights: Tensor) -> Tensor:
+    """Return the terms [n] of tokens' losses times their weights; 0 for a rejected token, even if its term overflows.
+
+    The zero has the sign of the term, like the product of a finite term.
+    """
+    return torch.where(weights == 0, torch.zeros_like(terms).copysign(terms.detach()), terms * weights)
+
+
 def _rejected(entry: Rejection, old: Tensor, sampled: Tensor, lengths: Tensor) -> Tensor:
     """Return which tokens an entry of the configuration rejects, [N] bool."""
     if isinstance(entry, DivergenceRejection):

@@ -13,15 +13,7 @@ from torch import Tensor
 
 from ppo_repro.base.clock import OTHER, Clock
 from ppo_repro.base.ranks import Ranks
-from ppo_repro.buffers import (
-    Advantages,
-    ForwardPass,
-    Iteration,
-    MinibatchUpdate,
-    PolicyUpdate,
-    Rollout,
-    ValueUpdate,
-)
+from ppo_repro.buffers import Iteration, MinibatchUpdate, PolicyUpdate, ValueUpdate
 from ppo_repro.config.run import RunConfig
 from ppo_repro.engine import Engine
 from ppo_repro.models.batches import MicroBatch
@@ -29,22 +21,17 @@ from ppo_repro.models.networks import ValueModel, hidden_states
 from ppo_repro.models.state import Digests, Stream, TrainState
 from ppo_repro.numerics.optimizer import Optimizer
 from ppo_repro.ppo.losses import value_losses
+from ppo_repro.stages.advantages import compute_advantages
 from ppo_repro.stages.coefficients import next_coefficients, set_learning_rates
+from ppo_repro.stages.corrections import corrected
 from ppo_repro.stages.cross_check import cross_check
 from ppo_repro.stages.equal_bits import require_first_step_agrees, require_sampler_agrees
+from ppo_repro.stages.evaluation import evaluate
 from ppo_repro.stages.forward import kl_terms_of, policy_pass, score_rollout, values_in_reward_units
-from ppo_repro.stages.rewards import check_rewards, compute_advantages, compute_rewards, evaluate
+from ppo_repro.stages.minibatches import Minibatch, Schedule, micro_batches_of_rank, minibatch_of
+from ppo_repro.stages.rewards import check_rewards, compute_rewards
 from ppo_repro.stages.rollout import Task, choose_prompts, roll_out
-from ppo_repro.stages.training_batch import (
-    Minibatch,
-    Schedule,
-    TrainingBatch,
-    ValueTargets,
-    micro_batches_of_rank,
-    minibatch_of,
-    objective_batch,
-    training_batch,
-)
+from ppo_repro.stages.training_batch import TrainingBatch, ValueTargets, objective_batch, training_batch
 from ppo_repro.stages.updates import (
     Columns,
     PolicyColumns,
@@ -54,21 +41,10 @@ from ppo_repro.stages.updates import (
     policy_update,
     value_update,
 )
-from ppo_repro.user.functions import Functions
-
-
-def as_sampled(rollout: Rollout) -> Rollout:
-    """Return the rollout unchanged; deliberate faults (sampling/faults/) pass another function as `receive`."""
-    return rollout
 
 
 def ppo_iterations(
-    config: RunConfig,
-    task: Task,
-    state: TrainState,
-    engine: Engine,
-    ranks: Ranks,
-    receive: Callable[[Rollout], Rollout] = as_sampled,
+    config: RunConfig, task: Task, state: TrainState, engine: Engine, ranks: Ranks
 ) -> Iterator[Iteration]:
     """Run PPO from `state.iteration` on, train `state` in place, and yield each iteration after its update.
 
@@ -81,7 +57,6 @@ def ppo_iterations(
         state: networks, optimizers and coefficients; its `iteration` is the next one to run.
         engine: samples with the policy in `state`.
         ranks: the processes of the run.
-        receive: changes a rollout between sampler and trainer; only deliberate faults need it.
 
     Raises:
         PromiseBroken: the weights of two processes differ after an update.
@@ -102,7 +77,7 @@ def ppo_iterations(
         clock.lap("rollout")
 
         # score them with the networks as they are before the update
-        received = receive(rollout)
+        received = task.received(rollout)  # the rollout itself, unless the run has a deliberate fault
         forward = score_rollout(state, received, config, ranks)
         require_sampler_agrees(config, index, rollout, forward)
         cross_check(config, state, received, forward, ranks)
@@ -113,7 +88,8 @@ def ppo_iterations(
         clock.lap("forward")
 
         # take the optimizer steps
-        taken = list(update(config, state, received, forward, advantages, ranks, clock, task.functions))
+        batch = training_batch(config, coefficients, received, forward, advantages, task.functions)
+        taken = list(update(config, state, batch, ranks, clock))
         updates = tuple(step for step, _ in taken)
         digests = tuple(pending.result() for _, pending in taken)
         state.free_update_memory()
@@ -139,14 +115,7 @@ def ppo_iterations(
 
 
 def update(
-    config: RunConfig,
-    state: TrainState,
-    rollout: Rollout,
-    forward: ForwardPass,
-    advantages: Advantages,
-    ranks: Ranks,
-    clock: Clock,
-    functions: Functions,
+    config: RunConfig, state: TrainState, batch: TrainingBatch, ranks: Ranks, clock: Clock
 ) -> Iterator[tuple[MinibatchUpdate, Digests]]:
     """Take all optimizer steps of one iteration, in order.
 
@@ -155,25 +124,21 @@ def update(
     Args:
         config: the run's configuration.
         state: its weights change in place, equally on every rank.
-        rollout: the responses as the trainer received them.
-        forward: log-probs and values before the first step.
-        advantages: advantages and value targets.
+        batch: the N tokens of the iteration.
         ranks: each computes the gradients of its responses in a minibatch.
         clock: gets the phases `update` and `digests`.
-        functions: the user's own.
 
     Yields:
         Each step, and the digests of the weights after it, which threads may still compute during the next step.
     """
     ppo, value = config.ppo, config.value
-    batch = training_batch(config, state.coefficients, rollout, forward, advantages, functions)
     set_learning_rates(state, ppo, value)
     separate, targets = state.separate_value, batch.value_targets
     if (targets is None) != (state.value_model is None):
         raise ValueError("a value model without targets, or targets without a value model")
     schedule = Schedule(config, state.iteration)
-    for planned in schedule.planned_steps(len(rollout.lengths)):
-        own = micro_batches_of_rank(config.layout, ppo.replay_routes, rollout, planned.sequences, ranks)
+    for planned in schedule.planned_steps(len(batch.rollout.lengths)):
+        own = micro_batches_of_rank(config.layout, ppo.replay_routes, batch.rollout, planned.sequences, ranks)
         minibatch = minibatch_of(ppo.aggregation, batch, planned.sequences, own)
         of_policy, of_value = None, None
         if planned.of_policy:
@@ -258,7 +223,7 @@ def policy_loss(
 
     loss = surrogates if penalties is None else surrogates + penalties
     if batch.corrections is not None:
-        loss = loss * batch.corrections.weights[tokens]
+        loss = corrected(loss, batch.corrections.weights[tokens])
     loss = loss - new_entropies * batch.entropy_coef
     if kl_terms is not None:
         loss = loss + kl_terms

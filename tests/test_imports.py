@@ -204,7 +204,7 @@ def test_analyses_read_records_only() -> None:
         names = imports(path)
         assert not {"torch", "transformers", "mlflow"} & top(names), path
         assert all(name.startswith(allowed) for name in names if name.startswith("ppo_repro.")), path
-    allowed += ("ppo_repro.ppo.corrections", "ppo_repro.stages.training_batch")
+    allowed += ("ppo_repro.ppo.corrections", "ppo_repro.stages.corrections")
     assert all(name.startswith(allowed) for name in imports(remedies) if name.startswith("ppo_repro."))
 
 

@@ -21,7 +21,7 @@ from ppo_repro.base.errors import UserError
 from ppo_repro.config.algorithm import ImportanceWeights, RatioRejection, Rejection, VetoRejection
 from ppo_repro.ppo.corrections import Correction, Corrections, removes_loss
 from ppo_repro.records.logprob_pairs import NO_TOKEN
-from ppo_repro.stages.training_batch import corrections_of
+from ppo_repro.stages.corrections import corrections_of
 from ppo_repro.statistics.bits import Float32
 from ppo_repro.statistics.clusters import effective_share, exact_sum, mean
 from ppo_repro.statistics.kl import k3

@@ -25,7 +25,7 @@ from ppo_repro.config.inputs import run_folder
 from ppo_repro.config.run import RunConfig
 from ppo_repro.config.yaml_text import describe_value
 from ppo_repro.records import reader
-from ppo_repro.records.remedies import how_to_go_on
+from ppo_repro.records.next_command import how_to_go_on
 from ppo_repro.runs.input_checks import require_inputs
 
 PLAIN = (bool, int, float, str, type(None))  # a subclass, such as NumPy's float64, need not compute the same

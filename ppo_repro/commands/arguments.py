@@ -37,7 +37,8 @@ def _shared(*names: str, **settings: Any) -> argparse.ArgumentParser:
 _NEWEST = f"folder of a recorded run, or `{LATEST}` for the newest in {RUNS}"
 _RUN = _shared("run", metavar="RUN", type=run_path, help=_NEWEST)
 _OUT = _shared("--out", metavar="DIR", type=path, default=RUNS, help="where results go")
-_INPUTS = _shared("--inputs", metavar="DIR", type=path, help="where to look for a model that has been moved")
+_MOVED: dict[str, Any] = {"metavar": "DIR", "type": path, "help": "where to look for a model that has been moved"}
+_INPUTS = _shared("--inputs", **_MOVED)
 _WORKERS: dict[str, Any] = {"metavar": "N", "type": positive, "help": "how many cells run side by side; default 1"}
 _COPY = "copy records as they come to an MLflow store, `mlflow` or `wandb`, or call FILE.py:FUNCTION with them"
 _TRACK = _shared("--track", metavar="WHERE", action="append", default=[], help=f"{_COPY}; may be repeated")
@@ -45,7 +46,6 @@ _EVENTS = _shared("--tensorboard", metavar="DIR", type=path, help="write TensorB
 _SETS: dict[str, Any] = {"metavar": "FIELD=VALUE", "action": "append", "default": []}
 _FIELD = _shared("--set", **_SETS, help="change one field; may be repeated")
 _EXAMPLE = "such as layout.threads=2; may be repeated"
-_OF_RERUN = _shared("--set", **_SETS, help=f"another field of layout, records or rollout.engine, {_EXAMPLE}")
 _OF_RESUME = _shared(
     "--set", **_SETS, help=f"another field of layout, records, rollout.engine or checkpoints, {_EXAMPLE}"
 )
@@ -100,18 +100,33 @@ def _begin(commands: Any) -> None:
 def _go_on(commands: Any) -> None:
     """Add commands that compute a recorded run again, or go on from it."""
     _add(commands, resume_command, _RUN, _OF_RESUME, _INPUTS, _TRACK, _EVENTS)
-    option = _add(commands, rerun_command, _OF_RERUN, _INPUTS)
-    about = f"folder of a run, `{LATEST}`, or folder of a study, such as experiments/growth"
-    option("run", metavar="RUN_OR_STUDY", type=run_path, help=about)
-    about = "only iterations A to B, counted from 0; begins at the checkpoint before them; RUN may be incomplete"
-    option("--iterations", metavar="A:B", type=iterations, help=about)
-    option("--cells", metavar="N", type=positive, help="how many cells of a study are repeated; default 1")
-    option("--seed", metavar="N", type=count, help="the seed that chooses the cells of a study; default 0")
-    option("--out", metavar="DIR", type=path, help=f"where the runs of a study go; default {RUNS}")
-    option("--workers", **_WORKERS)
+    _add_rerun(commands)
     about = "begin at the checkpoint after so many iterations; default the newest"
     option = _add(commands, fork_command, _RUN, _FIELD, _LABEL, _INPUTS, _TRACK, _EVENTS, _OUT)
     option("--at", metavar="ITERATION", type=count, help=about)
+
+
+def _add_rerun(commands: Any) -> None:
+    """Add `rerun`, whose options are for a run or for a study."""
+    parser = _added(commands, rerun_command)
+    about = f"folder of a run, `{LATEST}`, or folder of a study, such as experiments/growth"
+    parser.add_argument("run", metavar="RUN_OR_STUDY", type=run_path, help=about)
+    parser.add_argument("--json", action="store_true", help=JSON)
+    option = parser.add_argument_group("options for a run").add_argument
+    about = "only iterations A to B, counted from 0; begins at the checkpoint before them; RUN may be incomplete"
+    of_run = [
+        option("--set", **_SETS, help=f"another field of layout, records or rollout.engine, {_EXAMPLE}"),
+        option("--inputs", **_MOVED),
+        option("--iterations", metavar="A:B", type=iterations, help=about),
+    ]
+    option = parser.add_argument_group("options for a study").add_argument
+    of_study = [
+        option("--cells", metavar="N", type=positive, help="how many cells are repeated; default 1"),
+        option("--seed", metavar="N", type=count, help="the seed that chooses the cells; default 0"),
+        option("--out", metavar="DIR", type=path, help=f"where the runs go; default {RUNS}"),
+        option("--workers", **_WORKERS),
+    ]
+    parser.set_defaults(of_run=of_run, of_study=of_study)
 
 
 def _look(commands: Any) -> None:

@@ -19,7 +19,7 @@ from ppo_repro.base.latest import RUNS
 from ppo_repro.base.output import print_json, print_result, say, tell
 from ppo_repro.base.processes import processes
 from ppo_repro.commands.recorded import report_difference
-from ppo_repro.records.remedies import how_to_go_on
+from ppo_repro.records.next_command import how_to_go_on
 from ppo_repro.tracking.follower import Copies, followed, targets_of
 
 if TYPE_CHECKING:
@@ -250,9 +250,10 @@ def rerun_command(arguments: argparse.Namespace) -> int:
     """Execute a recorded run again and compare every buffer, or cells of a study; exit 1 at a difference."""
     folder: Path = arguments.run.resolve()  # `.` has no name
     is_study = not (folder / MANIFEST).exists() and (folder / f"{folder.name}.yaml").is_file()
-    for option in ("set", "inputs", "iterations") if is_study else ("cells", "seed", "out", "workers"):
-        if getattr(arguments, option) not in (None, []):
-            raise UserError(f"--{option}: is for {'runs' if is_study else 'studies'}; leave it out")
+    of_other: list[argparse.Action] = arguments.of_run if is_study else arguments.of_study
+    for option in of_other:
+        if getattr(arguments, option.dest) != option.default:
+            raise UserError(f"--{option.dest}: is for {'runs' if is_study else 'studies'}; leave it out")
     return _rerun_study(arguments) if is_study else _rerun(arguments)
 
 

@@ -36,7 +36,7 @@ from ppo_repro.ppo.controllers import rate_factor
 from ppo_repro.ppo.losses import value_losses
 from ppo_repro.ppo.objectives import Clip, probability_ratios
 from ppo_repro.stages.equal_bits import NamedValues, require_ratios_of_one, require_same_bits
-from ppo_repro.stages.training_batch import minibatches
+from ppo_repro.stages.minibatches import minibatches
 from ppo_repro.stages.updates import detached, joined
 
 

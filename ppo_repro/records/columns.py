@@ -224,20 +224,21 @@ def _steps(item: Iteration, config: RunConfig) -> Columns:
     }
 
 
-def count_agreement(rollout: Any, forward: Any, tokens: Tensor, ratios: Tensor, new_values: Tensor | None) -> Columns:
+def count_agreement(
+    rollout_logprobs: Tensor, old_logprobs: Tensor, ratios: Tensor, old_values: Tensor, new_values: Tensor
+) -> Columns:
     """Count the unequal bits between sampler and trainer log-probs, first-minibatch ratios and 1, old and new values.
 
     Args:
-        tokens: [M] int64, the tokens of the first minibatch.
-        ratios: [M] float32, before any optimizer step.
-        new_values: [M] float32, before any optimizer step; None without a value model.
+        rollout_logprobs: [N] float32, nats.
+        old_logprobs: [N] float32, nats.
+        ratios: [M] float32, of the first minibatch, before any optimizer step.
+        old_values: [M] float32, before the update; empty without a value model.
+        new_values: [M] float32, before any optimizer step; empty without a value model.
     """
-    values, again = np.zeros((2, 0), np.float32)
-    if forward.values is not None and new_values is not None:
-        values, again = forward.values[tokens].numpy(), new_values.numpy()
-    both = rollout.rollout_logprobs.numpy(), forward.old_logprobs.numpy()
-    counts = iteration_agreement(*both, ratios.numpy(), values, again)
-    return {"first_minibatch_tokens": len(tokens), **counts._asdict()}
+    compared = (rollout_logprobs, old_logprobs, ratios, old_values, new_values)
+    counts = iteration_agreement(*(tensor.numpy() for tensor in compared))
+    return {"first_minibatch_tokens": len(ratios), **counts._asdict()}
 
 
 def _iteration(item: Iteration, config: RunConfig) -> Columns:
@@ -247,7 +248,9 @@ def _iteration(item: Iteration, config: RunConfig) -> Columns:
     count, tokens = len(rollout.lengths), len(rollout.response_ids)
     first, ref_kl, explained = item.updates[0], mean_of(forward.ref_kl), None
     assert first.policy is not None
-    again = None if first.value is None else first.value.new_values
+    old_values = new_values = torch.zeros(0)
+    if forward.values is not None and first.value is not None:
+        old_values, new_values = forward.values[first.tokens], first.value.new_values
     if forward.values is not None and returns is not None:
         explained = explained_variance(forward.values, returns)
     row: Columns = {
@@ -268,7 +271,7 @@ def _iteration(item: Iteration, config: RunConfig) -> Columns:
         "ref_kl_per_token": ref_kl,
         "ref_kl_per_sequence": ref_kl * tokens / count,
         "explained_variance": explained,
-        **count_agreement(rollout, forward, first.tokens, first.policy.ratios, again),
+        **count_agreement(rollout.rollout_logprobs, forward.old_logprobs, first.policy.ratios, old_values, new_values),
         "eval_accuracy": evaluation.accuracy if evaluation else None,
         "eval_score": evaluation.score if evaluation else None,
         **{f"seconds_{phase}": seconds for phase, seconds in item.seconds.items()},

@@ -15,15 +15,13 @@ import pyarrow.compute as pc
 
 from ppo_repro.base.errors import UserError
 from ppo_repro.records import digests, manifest, reader, schema
-from ppo_repro.records.manifest import Manifest
+from ppo_repro.records.manifest import FinalResults, Manifest
 
 ROWS = "(rows)"
 RUN = "(run)"
 ITERATIONS = "(iterations)"
 FINAL = "(final)"
 BEFORE = -1  # the iteration of a table that was recorded before the first one
-
-Final = Mapping[str, float | int | str]
 
 _CONTEXT = 12
 
@@ -162,7 +160,7 @@ def _count_difference(table: str, iteration: int, column: str, left: int, right:
     return Difference(table, iteration, column, row, left=left, right=right, unequal_in_column=unequal, rows=rows)
 
 
-def first_final_difference(left: Final, right: Final) -> Difference | None:
+def first_final_difference(left: FinalResults, right: FinalResults) -> Difference | None:
     """Find the first result after the last iteration whose bits differ, in the order in which they were computed."""
     for name in dict.fromkeys([*left, *right]):
         a, b = left.get(name), right.get(name)

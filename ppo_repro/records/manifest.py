@@ -61,6 +61,8 @@ class IterationEntry:
 
 _ENTRY = TypeAdapter(IterationEntry)
 
+FinalResults = dict[str, float | int | str]  # by name; each kind of run has its own results after the last iteration
+
 
 class Origin(BaseModel, extra="forbid", strict=True, frozen=True):
     """The origin of a fork: the run from which it copied the iterations before `iteration`."""
@@ -91,7 +93,7 @@ class Head(BaseModel, extra="forbid", strict=True, frozen=True):
     log_digest: str = ""  # of these bytes, see `extended`
     preparation: dict[str, TableEntry] = Field(default_factory=dict)  # side tables written before the first iteration
     ending: dict[str, TableEntry] = Field(default_factory=dict)  # and after the last one
-    final: dict[str, float | int | str]
+    final: FinalResults
     fingerprint: str
 
     @property
@@ -241,7 +243,7 @@ def read_log(run_dir: Path, count: int, size: int, digest: str) -> tuple[Iterati
     return tuple(map(_ENTRY.validate_json, lines))
 
 
-def finished_fingerprint(last_link: str, final: Mapping[str, float | int | str]) -> str:
+def finished_fingerprint(last_link: str, final: FinalResults) -> str:
     """Return the fingerprint of a complete run: the link over the final results, after `last_link`."""
     return digests.chain(last_link, {name: digests.scalar_digest(value) for name, value in final.items()})
 

@@ -16,7 +16,7 @@ from ppo_repro.config.files import Kind, dump_yaml
 from ppo_repro.config.inputs import Inputs
 from ppo_repro.records import arrow, digests, manifest, schema
 from ppo_repro.records.folder import CONFIG_NAME, ENVIRONMENT_NAME
-from ppo_repro.records.manifest import Head, IterationEntry, TableEntry, next_link
+from ppo_repro.records.manifest import FinalResults, Head, IterationEntry, TableEntry, next_link
 from ppo_repro.records.run_state import Status
 
 
@@ -155,7 +155,7 @@ class RunWriter:
         """Write into the manifest that the run is running, interrupted or failed."""
         self._save({"status": status})
 
-    def finish(self, final: Mapping[str, float | int | str], tables: Mapping[str, pa.Table]) -> None:
+    def finish(self, final: FinalResults, tables: Mapping[str, pa.Table]) -> None:
         """Close the run with its final results and the tables after the last iteration.
 
         Raises ValueError for other results.

@@ -35,7 +35,8 @@ from ppo_repro.records.columns import (
     tables_at,
     tokens_of,
 )
-from ppo_repro.runs.kind import Execution, Final, RunKind, Tables
+from ppo_repro.records.manifest import FinalResults
+from ppo_repro.runs.kind import Execution, RunKind, Tables
 from ppo_repro.runs.starting_point import Start
 
 LAST = 100  # training episodes in the mean that CleanRL reports
@@ -73,14 +74,14 @@ class ControlExecution(Execution[ControlIteration]):
         last = self.returns[-LAST:]
         return math.fsum(last) / len(last) if last else math.nan
 
-    def ending(self, clock: Clock) -> tuple[Final, Tables]:
+    def ending(self, clock: Clock) -> tuple[FinalResults, Tables]:
         agent = self.state.agent
         eval_return = evaluate(self.config, agent)
         clock.lap("evaluation")
         policy_digest = weights_digest(agent.policy_parameters())
         value_digest = weights_digest(agent.value_parameters())
         clock.lap("digests")
-        results: Final = {
+        results: FinalResults = {
             "episodes": len(self.returns),
             "last_100_return": self._last_mean(),
             "eval_return": eval_return,
@@ -160,7 +161,9 @@ def _iteration(item: ControlIteration) -> Columns:
         "episode_return_mean": math.fsum(ended) / len(ended) if ended else None,
         "entropy": mean_of(forward.entropies),
         "explained_variance": explained_variance(forward.values, item.advantages.returns),
-        **count_agreement(rollout, forward, first.tokens, first.ratios, first.new_values),
+        **count_agreement(
+            rollout.rollout_logprobs, forward.old_logprobs, first.ratios, forward.values[first.tokens], first.new_values
+        ),
         "eval_return": item.eval_return,
         **{f"seconds_{phase}": seconds for phase, seconds in item.seconds.items()},
         "ended_at": moment(),

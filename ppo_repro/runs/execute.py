@@ -19,10 +19,10 @@ from ppo_repro.base.files import whole_folder, write_sums
 from ppo_repro.records import manifest
 from ppo_repro.records.diff import Difference, from_recorded
 from ppo_repro.records.folder import TIMES_NAME, UNEQUAL, UNEQUAL_TOKENS
-from ppo_repro.records.manifest import Manifest
+from ppo_repro.records.manifest import FinalResults, Manifest
 from ppo_repro.records.writer import RunWriter
 from ppo_repro.runs.kept_checkpoints import Checkpoints, require_room
-from ppo_repro.runs.kind import Config, Execution, Final, Item, RunKind, Tables
+from ppo_repro.runs.kind import Config, Execution, Item, RunKind, Tables
 from ppo_repro.runs.starting_point import Start
 from ppo_repro.stages.equal_bits import UnequalBits
 
@@ -128,7 +128,7 @@ class _Recorder(Generic[Item]):
             self._begun = None
             self._tell()
 
-    def end(self) -> tuple[Final, Tables]:
+    def end(self) -> tuple[FinalResults, Tables]:
         """Save the trained models, and return the final results and side tables."""
         self._clock.lap(OTHER)
         self._settle()
@@ -140,7 +140,7 @@ class _Recorder(Generic[Item]):
         self._clock.lap("models")
         return results
 
-    def close(self, results: Final, side_tables: Tables) -> None:
+    def close(self, results: FinalResults, side_tables: Tables) -> None:
         """Record the final results of a closed execution. The run is complete then."""
         self._clock.lap("closing")
         for name, tree in self._execution.closing_notes().items():

@@ -18,11 +18,11 @@ from ppo_repro.config.control import ControlConfig
 from ppo_repro.config.dpo import DPOConfig
 from ppo_repro.config.files import Kind
 from ppo_repro.config.run import RunConfig
+from ppo_repro.records.manifest import FinalResults
 from ppo_repro.runs.kept_checkpoints import Checkpoints
 from ppo_repro.runs.starting_point import Start
 
 Config = TypeVar("Config", RunConfig, ControlConfig, DPOConfig)
-Final = dict[str, float | int | str]
 Tables = dict[str, pa.Table]  # by name
 Files = dict[str, str]  # SHA-256 by path below the run folder, as the manifest lists them
 
@@ -61,7 +61,7 @@ class Execution(ABC, Generic[Item]):
         """Describe an iteration for a person."""
 
     @abstractmethod
-    def ending(self, clock: Clock) -> tuple[Final, Tables]:
+    def ending(self, clock: Clock) -> tuple[FinalResults, Tables]:
         """Return the final results and side tables. `clock` gets the phases of computing them."""
 
     def preparation_tables(self) -> Tables:

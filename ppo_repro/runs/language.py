@@ -8,7 +8,6 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -27,20 +26,20 @@ from ppo_repro.numerics.sums import mean_of
 from ppo_repro.numerics.weights import weights_digest
 from ppo_repro.records.columns import arrow_tables, evaluation_table, preparation_tables
 from ppo_repro.records.folder import ACCURACY_NAME, CARD_NAME, FINAL, VALUE_MODEL
+from ppo_repro.records.manifest import FinalResults
 from ppo_repro.records.notes import Accuracy, OnCard
 from ppo_repro.runs import checkpoint
 from ppo_repro.runs.accuracy import policy_accuracy
 from ppo_repro.runs.kept_checkpoints import Checkpoints, listed, parameter_bytes
-from ppo_repro.runs.kind import Execution, Files, Final, RunKind, Tables
+from ppo_repro.runs.kind import Execution, Files, RunKind, Tables
 from ppo_repro.runs.notices import with_notices
 from ppo_repro.runs.prepare import Prepared, prepare
 from ppo_repro.runs.starting_point import Start
 from ppo_repro.sampling.faults.sampler import with_faults
-from ppo_repro.sampling.faults.trainer import received
 from ppo_repro.sampling.recorded_samples import Recorded
 from ppo_repro.sampling.rollout_engine import EngineContext, own_engine, rollout_engine
 from ppo_repro.stages.coefficients import last_kl
-from ppo_repro.stages.rewards import evaluate
+from ppo_repro.stages.evaluation import evaluate
 
 PROMPTS = "prompts and answers"  # what a fork may change
 
@@ -71,8 +70,7 @@ class LanguageExecution(Execution[Iteration]):
         config, task, state = self.config, self.prepared.task, self.prepared.state
         end_ids = self.prepared.engine.stop_ids
         engine = with_faults(config.mismatch, self.engine, state, task.tokenizer, end_ids, self.ranks)
-        receive = partial(received, config.mismatch.trainer, tokenizer=task.tokenizer)
-        items = ppo_iterations(config, task, state, engine, self.ranks, receive)
+        items = ppo_iterations(config, task, state, engine, self.ranks)
         yield from with_notices(items, config, task.tokenizer, state.policy.config.vocab_size, self.watcher)
 
     def preparation_tables(self) -> Tables:
@@ -89,7 +87,7 @@ class LanguageExecution(Execution[Iteration]):
         right = f"accuracy {accuracy:.3f}  " if has_answers and self.config.reward.judges else ""
         return f"score {score:.3f}  {right}approx_kl {last_kl(item.updates):.4f}"
 
-    def ending(self, clock: Clock) -> tuple[Final, Tables]:
+    def ending(self, clock: Clock) -> tuple[FinalResults, Tables]:
         evaluation = evaluate(self.config, self.prepared.task, self.engine, self.ranks)
         clock.lap("evaluation")
         state, training = self.prepared.state, self.prepared.reward_training
@@ -101,7 +99,8 @@ class LanguageExecution(Execution[Iteration]):
             "value_digest": weights_digest(state.own_value_module.named_parameters()),
         }
         clock.lap("digests")
-        results: Final = {**judged, "eval_accuracy": evaluation.accuracy, "eval_score": evaluation.score, **digests}
+        scores = {"eval_accuracy": evaluation.accuracy, "eval_score": evaluation.score}
+        results: FinalResults = {**judged, **scores, **digests}
         return results, evaluation_table(evaluation, state.iteration, self.config.records.level)
 
     def bytes_to_keep(self, run_dir: Path) -> int:

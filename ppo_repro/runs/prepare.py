@@ -35,7 +35,7 @@ from ppo_repro.runs.train_state import train_state
 from ppo_repro.runs.warm_start import warm_start
 from ppo_repro.sampling.built_in import BuiltInSampler
 from ppo_repro.sampling.faults.logits import logits_fault
-from ppo_repro.sampling.faults.trainer import check_training_prompts
+from ppo_repro.sampling.faults.trainer import check_training_prompts, received
 from ppo_repro.stages.rollout import Task
 from ppo_repro.tasks.dialogue import Environment
 from ppo_repro.tasks.problems import Split, load_source
@@ -216,6 +216,7 @@ def prepare(
         progress = partial(watcher.step, "warm start")
         steps = warm_start(source, tokenizer, problems.train, config.model, numerics, config.seed, progress)
     reward_model, reward_training = _reward_model(config, problems, ids, tokenizer, source, watcher, ranks)
-    task = Task(problems, ids, judge, reward_model, tokenizer, environment, functions)
+    as_received = partial(received, config.mismatch.trainer, tokenizer=tokenizer)
+    task = Task(problems, ids, judge, reward_model, tokenizer, environment, functions, as_received)
     state, lora = train_state(config, source, reward_model, share, ranks)
     return Prepared(task, state, _engine(config, state, ends), steps, reward_training, lora)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ppo_repro.base.clock import Clock
@@ -58,7 +58,7 @@ def rerun(
         start = load_start(here(run_dir), plan.recorded, plan.checkpoint) if plan.checkpoint else None
         begun = 0 if start is None else start.checkpoint.iteration
         with kind.over(run_dir, config.iterations).open(config, None, start) as execution:
-            return _compared(kind, config, run_dir, plan.recorded, execution, begun, only)
+            return _compared(kind, run_dir, replace(plan, config=config), execution, begun, only)
 
 
 def _to_rerun(
@@ -77,14 +77,14 @@ def _to_rerun(
 
 def _compared(
     kind: RunKind[Config, Item],
-    config: Config,
     run_dir: Path,
-    recorded: Manifest,
+    plan: Continued[Config],
     execution: Execution[Item],
     begun: int,
     only: range | None,
 ) -> Rerun:
     """Execute a run after its first `begun` iterations, and compare it with its records; see `rerun`."""
+    config, recorded = plan.config, plan.recorded
     taken = None
     if isinstance(config, RunConfig) and isinstance(config.rollout.engine, OwnEngine):
         taken = config.rollout.engine_without_promise

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -16,7 +15,7 @@ from ppo_repro.config.run import RunConfig
 from ppo_repro.config.tasks import RewardConfig, Verifier
 from ppo_repro.records import reader
 from ppo_repro.records.folder import load_any_recorded_config
-from ppo_repro.records.manifest import Head, Manifest, load
+from ppo_repro.records.manifest import FinalResults, Head, Manifest, load
 from ppo_repro.records.notes import Accuracy, OnCard, read_accuracy, read_card
 from ppo_repro.statistics.draws import NONE, Draws, draws_of
 
@@ -171,7 +170,7 @@ def recorded_agreement(own: pd.DataFrame) -> AgreementCounts:
     )
 
 
-def _evaluated(rows: pd.DataFrame, name: str, final: Mapping[str, float | int | str]) -> Change:
+def _evaluated(rows: pd.DataFrame, name: str, final: FinalResults) -> Change:
     """Return the first and the last evaluation, which may be a final result; NaN if nothing was evaluated."""
     values = [*rows[name].dropna(), *([final[name]] if name in final else [])] or [math.nan]
     return Change(float(values[0]), float(values[-1]))

@@ -18,7 +18,7 @@ from ppo_repro.config.run import RunConfig
 from ppo_repro.config.section import sorted_json
 from ppo_repro.records import folder, manifest
 from ppo_repro.records.manifest import Head, Manifest
-from ppo_repro.records.notes import resumed_notes
+from ppo_repro.records.notes import read_environments, resumed_notes
 from ppo_repro.records.writer import RunWriter
 from ppo_repro.runs.environment import describe_code, describe_environment
 from ppo_repro.runs.execute import execute, work_along
@@ -135,6 +135,7 @@ def _to_resume(
     plan = continued(kind, run_dir, recorded, overrides, changeable, elsewhere, start)
     before = folder.load_any_recorded_config(run_dir, recorded)
     require_same_layout(before, plan.config)
+    require_same_processes(plan.config, read_environments(run_dir, recorded)[-1]["processes"], kind.ranks.size)
     if isinstance(before, RunConfig) and isinstance(plan.config, RunConfig):
         require_same_sampler(before, plan.config)
     return plan
@@ -157,17 +158,32 @@ def _files_to_go_on_with(run_dir: Path, recorded: Head, start: int) -> dict[str,
 def require_same_layout(recorded: AnyConfig, config: AnyConfig) -> None:
     """Raise UserError for another layout if it may change results: in native numerics, or if stock code samples."""
     before, now = recorded.layout.model_dump(), config.layout.model_dump()
-    changed = next((name for name in now if now[name] != before[name]), None)
-    setting = "numerics.mode = native" if config.numerics.mode == "native" else None
-    if isinstance(config, RunConfig):
-        engine, setting = config.rollout.engine, config.machine_dependent_setting
-        if isinstance(engine, SGLangServers) and engine.numerics == "stock" and not engine.urls:
-            setting = setting or "rollout.engine.numerics = stock"  # the run starts the servers by its layout
+    changed, setting = next((name for name in now if now[name] != before[name]), None), _layout_dependent(config)
     if changed is not None and setting is not None:
         raise UserError(
             f"--set layout.{changed}={now[changed]}: the run has {before[changed]}, and with {setting} "
             "another layout may give other bits; leave it out, or use `ppo-repro run` for a run of its own"
         )
+
+
+def require_same_processes(config: AnyConfig, recorded: int, now: int) -> None:
+    """Raise UserError for another number of processes if it may change results."""
+    setting = _layout_dependent(config)
+    if now != recorded and setting is not None:
+        raise UserError(
+            f"{now} processes: the run has {recorded}, and with {setting} another number may give other bits; start "
+            f"`resume` with {recorded}, or use `ppo-repro run` for a run of its own"
+        )
+
+
+def _layout_dependent(config: AnyConfig) -> str | None:
+    """Return the setting with which another layout or number of processes may give other bits; None without one."""
+    if not isinstance(config, RunConfig):
+        return "numerics.mode = native" if config.numerics.mode == "native" else None
+    engine = config.rollout.engine
+    starts_servers = isinstance(engine, SGLangServers) and engine.numerics == "stock" and not engine.urls
+    # the run starts the servers by its layout
+    return config.machine_dependent_setting or ("rollout.engine.numerics = stock" if starts_servers else None)
 
 
 def require_same_sampler(recorded: RunConfig, config: RunConfig) -> None:

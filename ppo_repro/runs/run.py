@@ -20,7 +20,7 @@ from ppo_repro.config.inputs import gather, run_digest, run_folder
 from ppo_repro.records import manifest, writer
 from ppo_repro.records.folder import STARTED, UNEQUAL
 from ppo_repro.records.label import UNLABELLED, Label, write_label
-from ppo_repro.records.remedies import how_to_repair
+from ppo_repro.records.next_command import how_to_repair
 from ppo_repro.records.writer import RunWriter
 from ppo_repro.runs.environment import describe_code, describe_environment
 from ppo_repro.runs.execute import execute, work_along

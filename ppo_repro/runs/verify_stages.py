@@ -40,17 +40,12 @@ from ppo_repro.runs.recorded_buffers import (
     rollout_of,
 )
 from ppo_repro.sampling.faults.trainer import with_loss_mask
+from ppo_repro.stages.advantages import compute_advantages
 from ppo_repro.stages.coefficients import first_coefficients, next_coefficients
 from ppo_repro.stages.forward import kl_terms_of
-from ppo_repro.stages.rewards import compute_advantages, rewards_from
-from ppo_repro.stages.training_batch import (
-    Minibatch,
-    Schedule,
-    TrainingBatch,
-    micro_batches_of_rank,
-    minibatch_of,
-    training_batch,
-)
+from ppo_repro.stages.minibatches import Minibatch, Schedule, micro_batches_of_rank, minibatch_of
+from ppo_repro.stages.rewards import rewards_from
+from ppo_repro.stages.training_batch import TrainingBatch, training_batch
 from ppo_repro.stages.updates import PolicyColumns, joined, policy_update, value_update
 from ppo_repro.tasks.rewards import Judgement, weighted_scores
 from ppo_repro.user.functions import Functions, load_functions
@@ -258,21 +253,18 @@ def _policy(
     logprobs, entropies = (records.tensor_or_none("updates", n, rows) for n in ("new_logprobs", "new_entropies"))
     if logprobs is None or entropies is None:
         return None
-    exact_kl = None
-    if config.kl.loss_has_exact_kl:
-        exact_kl = records.tensor_or_none("updates", "kl_terms", rows)
-        if exact_kl is None:  # then `_unrecorded` leaves out the losses of this iteration
-            exact_kl = torch.zeros_like(logprobs)
+    # only the models can compute exact KL terms; if they were not recorded, `_unrecorded` leaves out the losses
+    exact_terms = records.tensor_or_none("updates", "kl_terms", rows) if config.kl.loss_has_exact_kl else None
     columns: list[PolicyColumns] = []
     end = 0
     for micro_batch in minibatch.micro_batches:
         tokens = micro_batch.tokens
         start, end = end, end + len(tokens)
         new_logprobs = logprobs[start:end]
-        if exact_kl is None:
+        if exact_terms is None:
             kl_terms = kl_terms_of(batch, tokens, new_logprobs, None)
         else:
-            kl_terms = exact_kl[start:end]
+            kl_terms = exact_terms[start:end]
         columns.append(policy_loss(batch, tokens, new_logprobs, entropies[start:end], kl_terms))
     return policy_update(batch, minibatch, joined(columns), grad_norm)
 

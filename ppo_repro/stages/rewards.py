@@ -1,8 +1,4 @@
-"""Stages `Rewards`, `Advantages` and `Evaluation`: the worth of responses.
-
-Rewards: judge the responses, place the scores on tokens, charge the KL penalty, whiten. Advantages: compute each
-token's advantage and value target. Evaluation: judge greedy responses to the held-out prompts.
-"""
+"""Stage `Rewards`: judge the responses, place the scores on tokens, charge the KL penalty, whiten."""
 
 from __future__ import annotations
 
@@ -15,20 +11,19 @@ import torch
 from torch import Tensor
 
 from ppo_repro.base.ranks import Ranks
-from ppo_repro.buffers import Advantages, Episode, Evaluation, ForwardPass, Rewards, Rollout
-from ppo_repro.config.algorithm import AdvantagesConfig, GaeAdvantages, GroupAdvantages, KLConfig, KLInReward
+from ppo_repro.buffers import Episode, ForwardPass, Rewards, Rollout
+from ppo_repro.config.algorithm import KLConfig, KLInReward
 from ppo_repro.config.layout import LayoutConfig
 from ppo_repro.config.run import RunConfig
 from ppo_repro.config.tasks import ColumnAdditionTask, StepsReward
-from ppo_repro.engine import Engine
 from ppo_repro.models.reward_model import reward_scores
 from ppo_repro.numerics.network import forget_packed
 from ppo_repro.ppo import kl
-from ppo_repro.ppo.advantages import gae, group_advantages, whiten
-from ppo_repro.ppo.own_batches import AdvantageBatch, ScoreBatch
+from ppo_repro.ppo.advantages import whiten
+from ppo_repro.ppo.own_batches import ScoreBatch
 from ppo_repro.ppo.rewards import charge_penalties, place_scores, token_rewards
-from ppo_repro.stages.rollout import Task, generate, known, sampling_of
-from ppo_repro.tasks.problems import Problem, column_steps
+from ppo_repro.stages.rollout import Task
+from ppo_repro.tasks.problems import column_steps
 from ppo_repro.tasks.rewards import Judgement, Sample, check_functions, judge_samples, right_steps
 from ppo_repro.tasks.tokenizer import decode, full_text
 from ppo_repro.user.functions import BUILT_IN, Functions
@@ -206,65 +201,3 @@ def _kl_penalties(
         assert isinstance(charged.estimator, str)
         divergence = kl.estimate(charged.estimator, forward.old_logprobs - forward.ref_logprobs, reverse)
     return charge_penalties(divergence * kl_coef, rollout.lengths, rollout.word_ids(), charged.charge)
-
-
-def compute_advantages(
-    settings: AdvantagesConfig,
-    rollout: Rollout,
-    forward: ForwardPass,
-    rewards: Rewards,
-    functions: Functions = BUILT_IN,
-) -> Advantages:
-    """Compute advantages and value targets of N tokens, float32. Whitening is over all tokens of the iteration."""
-    if isinstance(settings, GroupAdvantages):
-        by_response = group_advantages(rewards.scores.tolist(), rollout.prompts.prompt_key, settings.scale)
-        raw = torch.repeat_interleave(torch.tensor(by_response, dtype=torch.float32), rollout.lengths)
-        return Advantages(raw_advantages=raw, advantages=raw, returns=None)
-    values = forward.values
-    if functions.advantages is not None:
-        raw = functions.advantages.advantages(_advantage_batch(rollout, rewards, values))
-    else:
-        assert isinstance(settings, GaeAdvantages)
-        assert values is not None
-        ended = torch.zeros(len(rollout.lengths))  # nothing follows a response, cut at the length limit or not
-        raw = gae(rewards.rewards, values, rollout.lengths, ended, settings.gamma, settings.gae_lambda)
-    advantages = raw if settings.whiten == "none" else whiten(raw, shift=settings.whiten == "full")
-    return Advantages(raw_advantages=raw, advantages=advantages, returns=None if values is None else raw + values)
-
-
-def _advantage_batch(rollout: Rollout, rewards: Rewards, values: Tensor | None) -> AdvantageBatch:
-    return AdvantageBatch(
-        **rollout.about_tokens(),
-        rewards=rewards.rewards,
-        values=values,
-        scores=rewards.scores,
-    )
-
-
-def evaluate(config: RunConfig, task: Task, engine: Engine, ranks: Ranks) -> Evaluation:
-    """Sample greedy responses to the held-out prompts, and judge them."""
-    problems: Sequence[Problem] = task.problems.held_out
-    answers = generate(task, engine, problems, sampling_of(config, greedy=True), [0] * len(problems), ranks)
-    completions = [answer.completion for answer in answers]
-    episodes = known("episodes", [answer.episode for answer in answers])
-    samples = [
-        sample_of(
-            task, p.key, answer.completion.response_ids, answer.text, answer.completion.finish_reason, answer.episode
-        )
-        for p, answer in zip(problems, answers, strict=True)
-    ]
-    prompt_ids = tuple(task.prompt_ids[p.key] for p in problems)
-    judged = judge(config.layout, task, prompt_ids, [answer.ids for answer in answers], samples, ranks)
-    return Evaluation(
-        prompt_key=tuple(p.key for p in problems),
-        prompt=tuple(p.prompt for p in problems),
-        answer=tuple(p.answer for p in problems),
-        prompt_ids=prompt_ids,
-        response_ids=tuple(tuple(c.response_ids) for c in completions),
-        response=tuple(answer.text for answer in answers),
-        finish_reason=tuple(c.finish_reason for c in completions),
-        scores=tuple(judged.scores),
-        score_parts=tuple(tuple(row) for row in judged.term_values),
-        is_correct=tuple(judged.correct),
-        episodes=episodes,
-    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from itertools import compress
 from typing import TypeVar
@@ -24,6 +24,11 @@ from ppo_repro.user.functions import BUILT_IN, Functions
 T = TypeVar("T")
 
 
+def as_sampled(rollout: Rollout) -> Rollout:
+    """Return the rollout itself."""
+    return rollout
+
+
 @dataclass(frozen=True)
 class Task:
     """The prompts of a run, the functions that score responses, and the user's functions that the loop calls."""
@@ -35,6 +40,7 @@ class Task:
     tokenizer: PreTrainedTokenizerBase
     environment: Environment
     functions: Functions = BUILT_IN
+    received: Callable[[Rollout], Rollout] = as_sampled  # as the trainer gets it: `mismatch.trainer` may change it
 
 
 def choose_prompts(config: RunConfig, task: Task, iteration: int) -> Prompts:

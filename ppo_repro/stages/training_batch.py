@@ -1,51 +1,39 @@
-"""Stage `TrainingBatch`: the data on which an iteration trains, and its division into minibatches."""
+"""Stage `TrainingBatch`: the data on which an iteration trains."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, assert_never
+from typing import assert_never
 
 import torch
 from torch import Tensor
 
-from ppo_repro.base.processes import SLOTS
-from ppo_repro.base.ranks import Ranks
-from ppo_repro.base.seeding import permutation
-from ppo_repro.buffers import Advantages, Coefficients, ForwardPass, PolicyUpdate, ReturnStatistics, Rollout
+from ppo_repro.buffers import Advantages, Coefficients, ForwardPass, ReturnStatistics, Rollout
 from ppo_repro.config.algorithm import (
     AdaptiveClipObjective,
     CispoObjective,
     ClipObjective,
-    DivergenceRejection,
     FunctionEstimator,
     FunctionObjective,
-    ImportanceWeights,
     KLConfig,
     KLInLoss,
     NoValue,
     PenaltyObjective,
     PolicyGradientObjective,
     PPOConfig,
-    RatioRejection,
-    Rejection,
-    SeparateValue,
     SequenceClipObjective,
     UnclippedObjective,
     ValueConfig,
     ValueHead,
-    VetoRejection,
 )
-from ppo_repro.config.layout import LayoutConfig
 from ppo_repro.config.run import RunConfig
-from ppo_repro.models.batches import MicroBatch, micro_batches
-from ppo_repro.numerics.sequences import slots_of_rank
-from ppo_repro.ppo import corrections, kl
-from ppo_repro.ppo.corrections import Correction, Corrections
-from ppo_repro.ppo.losses import loss_weights
+from ppo_repro.ppo import kl
+from ppo_repro.ppo.corrections import Corrections, removes_loss
 from ppo_repro.ppo.objectives import Cispo, Clip, Objective, Penalty, PolicyGradient, SequenceClip
 from ppo_repro.ppo.own_batches import ObjectiveBatch
+from ppo_repro.stages.corrections import corrections_of
 from ppo_repro.user.functions import BUILT_IN, Functions, OwnObjective
 
 TokenKL = Callable[[Tensor, Tensor], Tensor]  # log-probs of policy and reference [n] -> differentiable KL [n], nats
@@ -129,7 +117,7 @@ def training_batch(
         ppo.importance_weights, ppo.rejection, forward.old_logprobs, rollout.rollout_logprobs, rollout.lengths
     )
     if corrected is not None and ppo.rejected_tokens == "left_out":
-        accepted = ~corrections.removes_loss(corrected.changes)
+        accepted = ~removes_loss(corrected.changes)
         in_losses = accepted if in_losses is None else accepted & in_losses
     return TrainingBatch(
         rollout=rollout,
@@ -185,140 +173,3 @@ def objective_batch(batch: TrainingBatch, tokens: Tensor, new_logprobs: Tensor, 
         advantages=batch.advantages[tokens],
         corrections=torch.ones(len(tokens)) if corrected is None else corrected.weights[tokens],
     )
-
-
-def corrections_of(
-    settings: ImportanceWeights | None, rejection: Sequence[Rejection], old: Tensor, sampled: Tensor, lengths: Tensor
-) -> Corrections | None:
-    """Return importance weights, which are 0 for rejected tokens; None if neither is configured.
-
-    The mean of normalised weights is over all tokens of the iteration, including rejected tokens.
-
-    Args:
-        settings: the section `ppo.importance_weights`; None leaves every weight 1 before the rejection.
-        rejection: the entries of `ppo.rejection`.
-        old: [N] float32, log-probs of the trainer before the update, nats.
-        sampled: [N] float32, log-probs of the sampler, nats.
-        lengths: [B] int64, tokens of each response; their sum is N.
-    """
-    if settings is None and not rejection:
-        return None
-    weights, changes = torch.ones_like(old), torch.full(old.shape, Correction.NONE, dtype=torch.uint8)
-    if settings is not None:
-        ratios = corrections.importance_ratios(old, sampled, lengths, settings.level)
-        bound = corrections.masked_weights if settings.kind == "masked" else corrections.truncated_weights
-        weights, changes = bound(ratios, settings.lowest, settings.cap)
-        if settings.normalize:
-            weights = corrections.normalized_weights(weights, lengths, by_response=settings.level != "token")
-    for entry in rejection:
-        rejected = _rejected(entry, old, sampled, lengths)
-        weights = torch.where(rejected, 0.0, weights)
-        changes = torch.where(rejected, torch.tensor(int(Correction.REJECTED), dtype=torch.uint8), changes)
-    return Corrections(weights, changes)
-
-
-def _rejected(entry: Rejection, old: Tensor, sampled: Tensor, lengths: Tensor) -> Tensor:
-    """Return which tokens an entry of the configuration rejects, [N] bool."""
-    if isinstance(entry, DivergenceRejection):
-        return corrections.beyond_divergence(old, sampled, lengths, entry.estimator, entry.level, entry.above)
-    if isinstance(entry, RatioRejection):
-        ratios = corrections.importance_ratios(old, sampled, lengths, entry.level)
-        return corrections.outside_ratio(ratios, entry.low, entry.high)
-    if not isinstance(entry, VetoRejection):
-        assert_never(entry)
-    return corrections.vetoed(corrections.importance_ratios(old, sampled, lengths, "token"), lengths, entry.below)
-
-
-def minibatches(sequences: int, size: int, seed: int, iteration: int, epoch: int) -> list[Tensor]:
-    """Cut a random permutation of 0..sequences-1 into minibatches, int64 [size] each, and sort each.
-
-    Every iteration and epoch has its own permutation. The last minibatch may have fewer responses.
-    """
-    order = torch.from_numpy(permutation(sequences, "minibatches", seed, iteration, epoch))
-    return [chunk.sort().values for chunk in order.split(size)]
-
-
-class PlannedStep(NamedTuple):
-    """One minibatch of one epoch, and which models take a step on it."""
-
-    epoch: int
-    minibatch: int
-    sequences: Tensor  # [S] int64, the responses of the minibatch, ascending
-    of_policy: bool  # with any value head on the policy's trunk
-    of_value: bool  # a value model with a trunk of its own
-
-
-@dataclass
-class Schedule:
-    """The steps of one iteration: policy and value model each have a number of epochs, over the same minibatches.
-
-    After a minibatch with more KL than `early_stop_kl`, the policy takes no further step.
-    """
-
-    config: RunConfig
-    iteration: int
-    stopped: bool = False
-
-    def planned_steps(self, sequences: int) -> Iterator[PlannedStep]:
-        """Yield the steps on so many responses in order, until no model takes a step."""
-        ppo, value, seed = self.config.ppo, self.config.value, self.config.seed
-        value_epochs = value.epochs or ppo.epochs if isinstance(value, SeparateValue) else 0
-        for epoch in range(max(ppo.epochs, value_epochs)):
-            for number, chosen in enumerate(minibatches(sequences, ppo.minibatch_size, seed, self.iteration, epoch)):
-                of_policy, of_value = epoch < ppo.epochs and not self.stopped, epoch < value_epochs
-                if not (of_policy or of_value):
-                    return
-                yield PlannedStep(epoch, number, chosen, of_policy, of_value)
-
-    def follow(self, update: PolicyUpdate) -> None:
-        """Stop the policy's steps if its KL in this step exceeded `early_stop_kl`."""
-        limit = self.config.ppo.early_stop_kl
-        self.stopped = limit is not None and update.approx_kl > limit
-
-
-@dataclass(frozen=True)
-class Minibatch:
-    """The M tokens of one optimizer step."""
-
-    tokens: Tensor  # [M] int64 index into the [N] fields
-    loss_weights_of_all: Tensor  # [N] float32, weight of each token's loss in the step; 0 outside the minibatch
-    micro_batches: tuple[MicroBatch, ...]  # of this rank's sequences
-
-    @property
-    def loss_weights(self) -> Tensor:
-        """Return the weights of the minibatch's tokens, [M] float32."""
-        return self.loss_weights_of_all[self.tokens]
-
-
-def minibatch_of(
-    aggregation: str,
-    batch: TrainingBatch,
-    sequences: Tensor,
-    micro_batches: Sequence[MicroBatch] = (),
-) -> Minibatch:
-    """Make the minibatch of one step: its tokens, and the weight of each in the loss.
-
-    Args:
-        sequences: [S] int64, the responses of the minibatch, ascending.
-        micro_batches: of this rank's responses; empty if no model computes the step.
-    """
-    rollout = batch.rollout
-    tokens = rollout.tokens_of(sequences)
-    in_losses = None if batch.in_losses is None else batch.in_losses[tokens]
-    weights = torch.zeros(len(rollout.response_ids))
-    weights[tokens] = loss_weights(aggregation, rollout.lengths[sequences], in_losses)
-    return Minibatch(tokens, weights, tuple(micro_batches))
-
-
-def micro_batches_of_rank(
-    layout: LayoutConfig, replay_routes: bool, rollout: Rollout, sequences: Tensor, ranks: Ranks
-) -> list[MicroBatch]:
-    """Lay out this rank's responses of a minibatch for passes with gradients.
-
-    Args:
-        replay_routes: whether the sampler's routes replace the routers' choice.
-        sequences: [S] int64, the responses of the minibatch, ascending.
-    """
-    mine = sequences[torch.tensor(ranks.mine(len(sequences)), dtype=torch.int64)]
-    slots = slots_of_rank(len(sequences), SLOTS, ranks)
-    return micro_batches(rollout, mine, layout.update_micro_batch, layout.padding, replay_routes, slots)

@@ -14,7 +14,9 @@ from ppo_repro.buffers import PolicyUpdate, ValueUpdate
 from ppo_repro.numerics.sums import mean_of
 from ppo_repro.ppo import kl
 from ppo_repro.ppo.objectives import ClipFlag, removes_gradient
-from ppo_repro.stages.training_batch import Minibatch, TrainingBatch
+from ppo_repro.stages.corrections import corrected
+from ppo_repro.stages.minibatches import Minibatch
+from ppo_repro.stages.training_batch import TrainingBatch
 
 Columns = TypeVar("Columns")  # a NamedTuple of tensors, or a tuple of such; None for what a step has not
 
@@ -58,12 +60,12 @@ def policy_update(batch: TrainingBatch, minibatch: Minibatch, columns: PolicyCol
         columns: [M] each.
         grad_norm: before clipping.
     """
-    tokens, weights, corrected = minibatch.tokens, minibatch.loss_weights, batch.corrections
+    tokens, weights, corrections = minibatch.tokens, minibatch.loss_weights, batch.corrections
     flags = columns.clip_flags
-    factors = None if corrected is None else corrected.weights[tokens]
+    factors = None if corrections is None else corrections.weights[tokens]
 
     def corrected_total(terms: Tensor) -> float:
-        return _total(terms if factors is None else terms * factors, weights)
+        return _total(terms if factors is None else corrected(terms, factors), weights)
 
     return PolicyUpdate(
         new_logprobs=columns.new_logprobs,
@@ -74,7 +76,7 @@ def policy_update(batch: TrainingBatch, minibatch: Minibatch, columns: PolicyCol
         surrogates=columns.surrogates,
         penalty_terms=columns.penalty_terms,
         importance_weights=factors,
-        corrections=None if corrected is None else corrected.changes[tokens],
+        corrections=None if corrections is None else corrections.changes[tokens],
         kl_terms=columns.kl_terms,
         loss=_total(columns.losses, weights),
         surrogate_loss=corrected_total(columns.surrogates),

@@ -13,7 +13,7 @@ from ppo_repro.base.errors import UserError
 from ppo_repro.models.tiny import make_tokenizer
 from ppo_repro.preferences.preference_pairs import Preference, hold_out, pairs_by_rule, wrong_answer
 from ppo_repro.records import reader
-from ppo_repro.runs.dpo import pairs_of_run
+from ppo_repro.runs.dpo_from_run import pairs_of_run
 from ppo_repro.tasks.problems import Problem, arithmetic
 from ppo_repro.tasks.tokenizer import decode
 

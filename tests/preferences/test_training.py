@@ -19,7 +19,7 @@ from ppo_repro.numerics.adamw import AdamWSettings
 from ppo_repro.numerics.optimizer import Optimizer
 from ppo_repro.preferences.preference_pairs import Preference
 from ppo_repro.preferences.training import PairScorer, PairTraining
-from ppo_repro.runs.dpo import RecordedRun, sequence_kl
+from ppo_repro.runs.dpo_from_run import RecordedRun, sequence_kl
 from ppo_repro.runs.prepare import prepare
 from ppo_repro.stages.rollout import sampling_of
 from tests.support.models import CONTEXT, ragged, source_model

@@ -34,6 +34,7 @@ from ppo_repro.runs.verify_files import verify_files
 from tests.support.forked import forked
 from tests.support.language import resume, tiny_run
 from tests.support.paths import TINY
+from tests.support.ranks import cli_ranks
 from tests.support.recipes import OTHER_LAYOUT
 from tests.support.resume import Recorded, newest, record, require_as_uninterrupted
 from tests.support.runs import run_below, small_config
@@ -283,6 +284,16 @@ def test_a_layout_that_may_change_bits_is_refused(fields: tuple[str, ...], bound
             resume(part, [f"layout.{field}={now}"])
     assert (part / MANIFEST).read_bytes() == before
     assert resume(part, ["layout.threads=1"]) == Resumed(1, 1)
+
+
+@pytest.mark.slow
+def test_another_number_of_processes_of_a_native_run_is_refused(native: Recorded, tmp_path: Path) -> None:
+    run_dir = native.copy(3, tmp_path)
+    before = (run_dir / MANIFEST).read_bytes()
+    ended = cli_ranks(2, "resume", run_dir)
+    said = "error: 2 processes: the run has 1, and with numerics.mode = native another number may give other bits; "
+    assert (ended[0].code, ended[0].errors[-1][: len(said)]) == (2, said)
+    assert (run_dir / MANIFEST).read_bytes() == before
 
 
 def test_another_layout_of_stock_servers_that_the_run_starts_is_refused() -> None:

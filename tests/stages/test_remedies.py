@@ -21,7 +21,10 @@ from ppo_repro.loop import policy_loss
 from ppo_repro.ppo.corrections import correction_names
 from ppo_repro.records import reader
 from ppo_repro.records.logprob_pairs import deltas
-from ppo_repro.stages.training_batch import TrainingBatch, corrections_of, training_batch
+from ppo_repro.stages.corrections import corrections_of
+from ppo_repro.stages.minibatches import minibatch_of
+from ppo_repro.stages.training_batch import TrainingBatch, training_batch
+from ppo_repro.stages.updates import detached, policy_update
 from ppo_repro.statistics.clusters import Floats
 from tests.support.bare import NO_COEFFICIENTS, bare_advantages, bare_forward, bare_rollout
 from tests.support.language import tiny_run
@@ -92,6 +95,23 @@ def test_what_is_left_out_is_what_a_loss_mask_or_a_rejection_leaves_out() -> Non
     batch = training_batch(config, NO_COEFFICIENTS, rollout, bare_forward(OLD * LN2), bare_advantages(ADVANTAGES))
     assert batch.in_losses is not None
     assert batch.in_losses.tolist() == [True, False, False, False]
+
+
+@pytest.mark.parametrize("rejected_tokens", ["counted", "left_out"])
+def test_a_rejected_token_whose_loss_overflows_changes_nothing(rejected_tokens: str) -> None:
+    settings = ("ppo.rejection=[{kind: ratio, low: 0.1, high: 9}]", f"ppo.rejected_tokens={rejected_tokens}")
+    config = load_config(TINY, [*POLICY_ALONE, "ppo.ratio_anchor=rollout", *settings])
+    sampler, old = torch.tensor([-200.0, -1.0, -1.0, -1.0]), torch.full((4,), -1.0)
+    batch = batch_of(config, old, sampler, torch.full((4,), -8.0), LENGTHS)
+    new = old.clone().requires_grad_()
+    columns = policy_loss(batch, torch.arange(4), new, torch.zeros(4), None)
+    assert columns.surrogates.tolist() == [math.inf, 8, 8, 8]
+    assert columns.losses.tolist() == [0, 8, 8, 8]
+    torch.autograd.backward(columns.losses, torch.ones(4))
+    assert new.grad is not None
+    assert new.grad.tolist() == [0, 8, 8, 8]
+    step = policy_update(batch, minibatch_of("token_mean", batch, torch.arange(2)), detached(columns), 1.0)
+    assert step.loss == step.surrogate_loss == pytest.approx(8 if rejected_tokens == "left_out" else 6, rel=1e-6)
 
 
 def test_weights_of_responses_are_normalised_over_responses() -> None:

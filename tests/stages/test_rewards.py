@@ -10,7 +10,8 @@ import torch
 
 from ppo_repro.buffers import ForwardPass, Rewards, Rollout, Spans
 from ppo_repro.config.files import load_config
-from ppo_repro.stages.rewards import compute_advantages, rewards_from
+from ppo_repro.stages.advantages import compute_advantages
+from ppo_repro.stages.rewards import rewards_from
 from ppo_repro.tasks.rewards import Judgement
 from tests.support.bare import bare_forward, bare_rollout
 from tests.support.paths import TINY

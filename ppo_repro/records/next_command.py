@@ -1,4 +1,4 @@
-"""Sentences on how to continue a recorded run that ended early. Imports are few, so that --help is quick."""
+"""Say with which command a run that ended early goes on. Imports are few, so that --help is quick."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from ppo_repro.api.text import generate, logprobs
     from ppo_repro.api.training import train
     from ppo_repro.base.errors import UserError
-    from ppo_repro.engine import Sampling
+    from ppo_repro.sampler import Sampling
 
 __version__ = "0.3.0"
 

@@ -23,12 +23,12 @@ from ppo_repro.buffers import (
     ValueUpdate,
 )
 from ppo_repro.config.run import RunConfig
-from ppo_repro.engine import Engine
 from ppo_repro.models.batches import MicroBatch
 from ppo_repro.models.networks import ValueModel, hidden_states
 from ppo_repro.models.state import Digests, Stream, TrainState
 from ppo_repro.numerics.optimizer import Optimizer
 from ppo_repro.ppo.losses import value_losses
+from ppo_repro.sampler import Sampler
 from ppo_repro.stages.coefficients import next_coefficients, set_learning_rates
 from ppo_repro.stages.cross_check import cross_check
 from ppo_repro.stages.equal_bits import require_first_step_agrees, require_sampler_agrees
@@ -66,7 +66,7 @@ def ppo_iterations(
     config: RunConfig,
     task: Task,
     state: TrainState,
-    engine: Engine,
+    sampler: Sampler,
     ranks: Ranks,
     receive: Callable[[Rollout], Rollout] = as_sampled,
 ) -> Iterator[Iteration]:
@@ -79,7 +79,7 @@ def ppo_iterations(
         config: the run's configuration.
         task: the prompts, and the functions that score the responses.
         state: networks, optimizers and coefficients; its `iteration` is the next one to run.
-        engine: samples with the policy in `state`.
+        sampler: samples with the policy in `state`.
         ranks: the processes of the run.
         receive: changes a rollout between sampler and trainer; only deliberate faults need it.
 
@@ -92,12 +92,12 @@ def ppo_iterations(
         index, coefficients, clock = state.iteration, state.coefficients, Clock()
 
         # before every n-th iteration: greedy decoding of the held-out prompts
-        evaluation = evaluate(config, task, engine, ranks) if index % config.evaluation.every == 0 else None
+        evaluation = evaluate(config, task, sampler, ranks) if index % config.evaluation.every == 0 else None
         clock.lap("evaluation")
 
         # sample responses
         prompts = choose_prompts(config, task, index)
-        rollout = roll_out(config, task, engine, prompts, ranks)
+        rollout = roll_out(config, task, sampler, prompts, ranks)
         state.free_sampler_memory()
         clock.lap("rollout")
 

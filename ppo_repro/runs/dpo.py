@@ -174,7 +174,7 @@ class DPOExecution(Execution[Epoch]):
         if self.run is None:
             return None
         prepared = self.run.prepared
-        return evaluate(self.run.config, prepared.task, prepared.engine, self.ranks).accuracy
+        return evaluate(self.run.config, prepared.task, prepared.sampler, self.ranks).accuracy
 
 
 @dataclass(frozen=True)
@@ -289,7 +289,7 @@ def sequence_kl(run: RecordedRun, seed: int, ranks: Ranks) -> float:
         answer=tuple(p.answer for p in problems),
         prompt_ids=tuple(ids[p.key] for p in problems),
     )
-    rollout = roll_out(run.config, prepared.task, prepared.engine, prompts, ranks)
+    rollout = roll_out(run.config, prepared.task, prepared.sampler, prompts, ranks)
     forward = score_rollout(prepared.state, rollout, run.config, ranks)
     return mean_of(run_sums(forward.ref_kl, rollout.lengths))
 

@@ -1,4 +1,4 @@
-"""Sample with the built-in engine: seat requests, sample a token of each seated request, and end completions.
+"""Sample with the built-in sampler: seat requests, sample a token of each seated request, and end completions.
 
 `seats.py` computes the logits, and `draw.py` samples from them.
 """
@@ -14,8 +14,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ppo_repro.base.mode import Mode
-from ppo_repro.engine import Completion, Dialogue, Request, Sampling, check_request
 from ppo_repro.numerics.families import routers
+from ppo_repro.sampler import Completion, Request, Sampling, check_request
 from ppo_repro.sampling.draw import sample
 from ppo_repro.sampling.seats import Sampled, Seated, Seats
 
@@ -67,7 +67,7 @@ class BuiltInSampler:
         live: PreTrainedModel | None = None,
         disturb: LogitsHook = unchanged,
     ) -> None:
-        """Make an engine for a policy whose weights may change between calls.
+        """Make a sampler for a policy whose weights may change between calls.
 
         Args:
             max_context: tokens of the longest prompt and response together.
@@ -85,9 +85,7 @@ class BuiltInSampler:
         self.live, self.disturb = live, disturb
 
     @torch.no_grad()
-    def generate(
-        self, requests: Sequence[Request], sampling: Sampling, dialogue: Dialogue | None = None
-    ) -> list[Completion]:
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         if self.live is not None:
             for name, parameter in self.policy.named_parameters():
                 parameter.copy_(self.live.get_parameter(name))
@@ -100,18 +98,18 @@ class BuiltInSampler:
         while batch := queue.next_batch():
             self._sample(batch, seats.logits_after(batch), sampling)
             for item in batch:
-                if reason := self._end_or_reply(item, sampling, dialogue):
+                if reason := self._end_or_reply(item, sampling):
                     done[item.index] = _completion(item, reason, seats.release(item))
                     queue.finish(item)
         return [done[index] for index in range(len(requests))]
 
-    def _end_or_reply(self, item: Seated, sampling: Sampling, dialogue: Dialogue | None) -> str:
+    def _end_or_reply(self, item: Seated, sampling: Sampling) -> str:
         """Return why the completion ends; if it continues, add the environment's reply, if any, and return ""."""
-        at_limit = len(item.tokens) == sampling.max_response_tokens
+        dialogue, at_limit = item.request.dialogue, len(item.tokens) == sampling.max_response_tokens
         reason = "stop" if item.tokens[-1] in self.stop_ids else "length" if at_limit else ""
         if dialogue is None or (reason != "stop" and not dialogue.ends(item.turns[-1])):
             return reason
-        reply = dialogue.reply(item.index, item.turns)
+        reply = dialogue.reply(item.turns)
         if reply is None:
             return "stop"
         if len(item.tokens) + len(reply) >= sampling.max_response_tokens:
@@ -141,8 +139,6 @@ def _completion(item: Seated, reason: str, routes: Tensor | None) -> Completion:
         log_kept_mass=log_kept_mass,
         kept_tokens=kept_tokens,
         finish_reason=reason,
-        server=None,
-        latency=None,
         episode_ids=tuple(item.tokens),
         is_forced=tuple(item.is_forced),
         routes=routes,

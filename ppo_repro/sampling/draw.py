@@ -1,7 +1,7 @@
 """Draw tokens: a token is a pure function of (logits, seed, position).
 
 The method is Gumbel-max. Its noise is a hash of seed, position and token (`numerics/definition/sampling.py`), as in
-SGLang's seeded sampler: equal logits give equal tokens in both engines, whatever else is in the batch.
+SGLang's seeded sampler: equal logits give equal tokens in both samplers, whatever else is in the batch.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from ppo_repro.base.mode import Mode, is_deterministic_mode
-from ppo_repro.engine import Sampling
 from ppo_repro.numerics.logit_rows import require_finite
 from ppo_repro.numerics.token_sampling import cut_tokens, pack_bits, sample_tokens
 from ppo_repro.numerics.token_statistics import token_statistics
+from ppo_repro.sampler import Sampling
 
 
 @dataclass(frozen=True)

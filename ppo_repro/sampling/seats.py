@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ppo_repro.engine import Request
 from ppo_repro.numerics.families import mixture_layers, trunk_of
 from ppo_repro.numerics.interface import ints
 from ppo_repro.numerics.network import logits, network_of
 from ppo_repro.numerics.sequences import index, ragged
+from ppo_repro.sampler import Request
 
 
 def _keys(tokens: Sequence[int]) -> list[int]:

@@ -20,13 +20,13 @@ from ppo_repro.config.algorithm import AdvantagesConfig, GaeAdvantages, GroupAdv
 from ppo_repro.config.layout import LayoutConfig
 from ppo_repro.config.run import RunConfig
 from ppo_repro.config.tasks import ColumnAdditionTask, StepsReward
-from ppo_repro.engine import Engine
 from ppo_repro.models.reward_model import reward_scores
 from ppo_repro.numerics.network import forget_packed
 from ppo_repro.ppo import kl
 from ppo_repro.ppo.advantages import gae, group_advantages, whiten
 from ppo_repro.ppo.own_batches import AdvantageBatch, ScoreBatch
 from ppo_repro.ppo.rewards import charge_penalties, place_scores, token_rewards
+from ppo_repro.sampler import Sampler
 from ppo_repro.stages.rollout import Task, generate, known, sampling_of
 from ppo_repro.tasks.problems import Problem, column_steps
 from ppo_repro.tasks.rewards import Judgement, Sample, check_functions, judge_samples, right_steps
@@ -241,10 +241,10 @@ def _advantage_batch(rollout: Rollout, rewards: Rewards, values: Tensor | None) 
     )
 
 
-def evaluate(config: RunConfig, task: Task, engine: Engine, ranks: Ranks) -> Evaluation:
+def evaluate(config: RunConfig, task: Task, sampler: Sampler, ranks: Ranks) -> Evaluation:
     """Sample greedy responses to the held-out prompts, and judge them."""
     problems: Sequence[Problem] = task.problems.held_out
-    answers = generate(task, engine, problems, sampling_of(config, greedy=True), [0] * len(problems), ranks)
+    answers = generate(task, sampler, problems, sampling_of(config, greedy=True), [0] * len(problems), ranks)
     completions = [answer.completion for answer in answers]
     episodes = known("episodes", [answer.episode for answer in answers])
     samples = [

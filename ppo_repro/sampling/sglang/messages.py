@@ -21,9 +21,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ppo_repro.base.errors import UserError
-from ppo_repro.engine import Completion, Request, Sampling, check_request
 from ppo_repro.numerics.families import decoder_layers, mixture_layers
-from ppo_repro.sampling.responses import EngineSampling, Response, checked_response, shown_value
+from ppo_repro.sampler import Completion, Request, Sampling, check_request
+from ppo_repro.sampling.responses import Response, UncutSampling, checked_response, shown_value
 from ppo_repro.sampling.sglang.plugin import kept_tokens
 from ppo_repro.user.file import RefusedError
 
@@ -73,7 +73,7 @@ class Batch:
 
     requests: Sequence[Request]
     sampling: Sampling
-    wanted: EngineSampling
+    wanted: UncutSampling
     routed: RoutedLayers | None = None  # None if the answers need no routes
 
 
@@ -140,7 +140,7 @@ def read_completions(answer: Any, batch: Batch, version: str, url: str) -> list[
         raise UserError(f"{url}: {error}") from error
 
 
-def _response(item: dict[str, Any], meta: dict[str, Any], wanted: EngineSampling) -> Response:
+def _response(item: dict[str, Any], meta: dict[str, Any], wanted: UncutSampling) -> Response:
     """Return the tokens of a response, their log-probs, and why the response ended."""
     rows = _field(meta, "output_token_logprobs", list)
     tokens = _field(item, "output_ids", list)

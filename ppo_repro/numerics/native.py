@@ -75,7 +75,7 @@ def _padded_rows(batch: Ragged, padding: str) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class NativeNetwork:
-    """Passes of one trunk by stock torch, with the methods of `network.Network`."""
+    """Passes of one trunk by stock torch."""
 
     def __init__(self, trunk: PreTrainedModel) -> None:
         self.trunk = trunk
@@ -87,7 +87,6 @@ class NativeNetwork:
         return NativeCache(self.trunk.config, seats, positions, self.trunk.device, self.trunk.dtype)
 
     def copy_prefix(self, cache: NativeCache, source: int, target: int, positions: int) -> None:
-        """Copy the keys and values of the first `positions` positions from seat `source` to seat `target`."""
         for store in (*cache.keys, *cache.values):
             store[target, :, :positions] = store[source, :, :positions]
 
@@ -95,15 +94,6 @@ class NativeNetwork:
     def over_cache(
         self, batch: Ragged, cache: NativeCache, seats: Sequence[int], seen: bool = False
     ) -> tuple[Tensor, Ints | None]:
-        """Compute the hidden states of tokens whose past is in seats of a cache.
-
-        Args:
-            batch: n tokens of some sequences.
-            seats: the seat of each sequence in the cache.
-
-        Returns:
-            Hidden states [n, H], and routes [n, M k], None unless wanted.
-        """
         ids, positions, flat_index = _padded_rows(batch, "right")
         valid = torch.zeros(ids.shape, dtype=torch.bool)
         valid.view(-1)[flat_index] = True
@@ -117,25 +107,11 @@ class NativeNetwork:
         options: dict[str, Any] = {"attention_mask": masks, "past_key_values": cache}
         return self._pass(ids, positions, flat_index, options, seen)
 
-    def over_batch(
-        self, batch: Ragged, wanted: Ints, seen: bool = False, padding: str = "right"
-    ) -> tuple[Tensor, Ints | None]:
-        """Compute differentiable hidden states of whole sequences.
-
-        Args:
-            batch: the sequences, without routes to replay.
-            wanted: [n], the rows to return.
-            padding: short rows are padded `right` or `left`; `none` packs all sequences in one row.
-
-        Returns:
-            Hidden states [n, H], and routes of all rows, None unless wanted.
-
-        Raises:
-            UserError: the batch has routes to replay.
-        """
+    def over_batch(self, batch: Ragged, wanted: Ints, seen: bool = False) -> tuple[Tensor, Ints | None]:
+        """Compute whole sequences, differentiably. Raises UserError if the batch has routes to replay."""
         if batch.routes is not None:
             raise UserError("ppo.replay_routes = true: needs numerics.mode = deterministic; remove it")
-        ids, positions, flat_index = _padded_rows(batch, padding)
+        ids, positions, flat_index = _padded_rows(batch, batch.padding)
         last = torch.arange(ids.shape[1]).expand_as(ids)
         first = last.clone()  # a padding token sees only itself
         first.view(-1)[flat_index] = last.reshape(-1)[flat_index] - torch.from_numpy(batch.rows.position)

@@ -6,37 +6,34 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Protocol
 
-import torch
 from torch import Tensor, nn
 
 from ppo_repro.base.mode import Mode, is_deterministic_mode
 from ppo_repro.base.processes import SLOTS
 from ppo_repro.base.ranks import ALONE, Ranks
-from ppo_repro.numerics.adamw import AdamW, AdamWSettings, NativeAdamW, OptimizerState
+from ppo_repro.numerics.adamw import AdamW, AdamWSettings, OptimizerState
 from ppo_repro.numerics.gradient_sums import GradientSums
+from ppo_repro.numerics.native_optimizer import NativeAdamW, NativeGradients
 from ppo_repro.numerics.shards import Shards, divided, owned_whole, whole_cuts
 from ppo_repro.numerics.weights import copy_named
 
 
-class NativeGradients:
-    """Gradients of autograd in `.grad`, added over ranks, with the interface of GradientSums."""
+class Gradients(Protocol):
+    """The gradients of a minibatch: `GradientSums`, or `NativeGradients` of stock torch."""
 
-    def __init__(self, trained: Mapping[str, Tensor], ranks: Ranks) -> None:
-        self.trained, self.ranks = trained, ranks
+    def begin(self) -> None: ...
+    def finish(self) -> dict[str, Tensor]: ...
+    def release(self) -> None: ...
 
-    def begin(self) -> None:
-        for parameter in self.trained.values():
-            parameter.grad = None
 
-    release = begin
+class ClippedAdamW(Protocol):
+    """Clipping and AdamW for named parameters: `AdamW` by the kernels, or `NativeAdamW` of stock torch."""
 
-    def finish(self) -> dict[str, Tensor]:
-        if self.ranks.size > 1:
-            for parameter in self.trained.values():
-                if parameter.grad is None:  # this rank has no sequences
-                    parameter.grad = torch.zeros_like(parameter)
-            self.ranks.add_up([p.grad for p in self.trained.values() if p.grad is not None])
-        return {name: p.grad for name, p in self.trained.items() if p.grad is not None}
+    parameters: dict[str, Tensor]
+
+    def apply(self, settings: AdamWSettings, gradients: Mapping[str, Tensor]) -> float: ...
+    def state(self) -> OptimizerState: ...
+    def load(self, state: OptimizerState) -> None: ...
 
 
 class Adapter(Protocol):
@@ -80,8 +77,8 @@ class Optimizer:
         named = list(module.named_parameters())
         weights = {name: p for name, p in named if p.requires_grad}
         trained = weights if adapter is None else adapter.trained()
-        self.sums: GradientSums | NativeGradients
-        self.adamw: AdamW | NativeAdamW
+        self.sums: Gradients
+        self.adamw: ClippedAdamW
         if is_deterministic_mode(mode):
             of_gradients, of_step = _shards(weights, trained, adapter, ranks)
             self.sums, self.adamw = GradientSums(named, SLOTS // ranks.size, of_gradients), AdamW(trained, of_step)

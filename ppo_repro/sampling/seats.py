@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -134,7 +134,7 @@ class Seats:
             routes: whether to note the experts of each token.
         """
         self._policy, self._prefill_chunk, self._prefix_cache = policy, prefill_chunk, prefix_cache
-        self._network: Any = network_of(trunk_of(policy))
+        self._network = network_of(trunk_of(policy))
         self._network.prepare()
         self._cache = self._network.make_cache(count, max_context)
         self._prefixes = PrefixIndex()

@@ -136,6 +136,8 @@ def read_completions(answer: Any, batch: Batch, version: str, url: str) -> list[
 
     try:
         return [completion(item, request) for item, request in zip(answer, requests, strict=True)]
+    except RefusedError as error:
+        raise UserError(f"{url}: returned {error}") from error
     except ValueError as error:
         raise UserError(f"{url}: {error}") from error
 
@@ -152,10 +154,7 @@ def _response(item: dict[str, Any], meta: dict[str, Any], wanted: UncutSampling)
         raise ValueError(f"ended a response with finish_reason {shown_value(ended)}; must be stop or length")
     if tokens and tokens[-1] in wanted.end_ids:
         kind = "stop"  # an end token at the limit, where SGLang says `length`
-    try:
-        tokens, drawn, reason = checked_response((tokens, [row[0] for row in rows], kind), wanted)
-    except RefusedError as error:
-        raise ValueError(f"returned {error}") from error
+    tokens, drawn, reason = checked_response((tokens, [row[0] for row in rows], kind), wanted)
     if any(float(np.float32(logprob)) != logprob for logprob in drawn):
         raise ValueError("returned a log-prob that is no float32; is this an SGLang server of a supported release?")
     return tokens, drawn, reason

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -52,41 +53,23 @@ class RequestQueue:
         self._free.append(item.seat)
 
 
+@dataclass(eq=False)
 class BuiltInSampler:
     """Samples with the weights that the policy has at a call. No keys and values stay after the call."""
 
-    def __init__(
-        self,
-        policy: PreTrainedModel,
-        stop_ids: frozenset[int],
-        mode: Mode,
-        max_context: int,
-        seats: int,
-        prefill_chunk: int,
-        prefix_cache: bool = True,
-        live: PreTrainedModel | None = None,
-        disturb: LogitsHook = unchanged,
-    ) -> None:
-        """Make a sampler for a policy whose weights may change between calls.
-
-        Args:
-            max_context: tokens of the longest prompt and response together.
-            seats: number of sequences at the same time.
-            prefill_chunk: tokens of a prompt in one pass, 0 for all.
-            prefix_cache: whether prompts reuse the keys and values of a shared prefix.
-            live: the trained model, if `policy` is its copy in another dtype; each call first rounds the live weights
-                into the copy. None if `policy` is the trained model.
-            disturb: changes logits before a token is sampled from them; only deliberate faults need it.
-        """
-        self.policy, self.stop_ids, self.mode = policy, stop_ids, mode
-        self.max_context, self.seats = max_context, seats
-        self.prefill_chunk = prefill_chunk or max_context
-        self.prefix_cache = prefix_cache
-        self.live, self.disturb = live, disturb
+    policy: PreTrainedModel
+    stop_ids: frozenset[int]
+    mode: Mode
+    max_context: int  # tokens of the longest prompt and response together
+    seats: int  # number of sequences at the same time
+    prefill_chunk: int  # tokens of a prompt in one pass, 0 for all
+    prefix_cache: bool = True  # whether prompts reuse the keys and values of a shared prefix
+    live: PreTrainedModel | None = None  # the trained model, if `policy` is its copy in another dtype
+    disturb: LogitsHook = unchanged  # changes logits before a token is sampled from them; only faults need it
 
     @torch.no_grad()
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
-        if self.live is not None:
+        if self.live is not None:  # round its weights into the copy
             for name, parameter in self.policy.named_parameters():
                 parameter.copy_(self.live.get_parameter(name))
         for request in requests:

@@ -130,10 +130,11 @@ class Seats:
         Args:
             policy: in deterministic or native numerics; its weights may not change any more.
             max_context: tokens of a seat.
-            prefill_chunk: tokens of a prompt in one pass.
+            prefill_chunk: tokens of a prompt in one pass, 0 for all.
             routes: whether to note the experts of each token.
         """
-        self._policy, self._prefill_chunk, self._prefix_cache = policy, prefill_chunk, prefix_cache
+        self._policy, self._prefix_cache = policy, prefix_cache
+        self._prefill_chunk = prefill_chunk or max_context
         self._network = network_of(trunk_of(policy))
         self._network.prepare()
         self._cache = self._network.make_cache(count, max_context)

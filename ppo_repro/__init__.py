@@ -18,7 +18,7 @@ __version__ = "0.3.0"
 
 _HOMES = {
     "Run": "api.runs",
-    "Sampling": "engine",
+    "Sampling": "sampler",
     "UserError": "base.errors",
     "deterministic": "api.model",
     "diff": "api.runs",

@@ -18,7 +18,8 @@ from ppo_repro.base.mode import Mode, Precision, is_deterministic_mode
 from ppo_repro.base.seeding import bell
 from ppo_repro.config.mismatch import SamplerPrecision
 from ppo_repro.models.batches import TokenBatch, lay_out
-from ppo_repro.numerics.families import attention_of, check_visibility, decoder_layers, routers, trunk_of
+from ppo_repro.numerics.description import check_visibility
+from ppo_repro.numerics.families import attention_of, decoder_layers, routers, trunk_of
 from ppo_repro.numerics.gradient_sums import GradientSums
 from ppo_repro.numerics.interface import Ints
 from ppo_repro.numerics.linear import linear

@@ -5,7 +5,7 @@ Native numerics are the negative control, and the numerics for devices without k
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PretrainedConfig, PreTrainedModel
 
 from ppo_repro.base.errors import UserError
-from ppo_repro.numerics.families import decoder_layers, head_dim, key_value_heads, routers, stock_masks
+from ppo_repro.numerics.families import FAMILIES, attention_of, decoder_layers, head_dim, key_value_heads, routers
 from ppo_repro.numerics.interface import Ints, ints
 from ppo_repro.numerics.sequences import Ragged, index
 
@@ -56,6 +56,26 @@ def _visible(first: Tensor, last: Tensor, window: int | None, keys: int) -> Tens
     columns = torch.arange(keys, device=last.device)
     begin = first if window is None else torch.maximum(first, last - window + 1)
     return ((columns >= begin[..., None]) & (columns <= last[..., None]))[:, None]
+
+
+def _masks(config: PretrainedConfig, visible: Callable[[int | None], Tensor]) -> Tensor | dict[str, Tensor]:
+    """Return the mask, or the masks by type of layer, for `attention_mask` of the stock model's forward.
+
+    `visible(window)` is the bool mask [R, 1, I, J] of a layer whose queries see the last `window` keys, or all (None).
+    Attention outside of torch adds its mask to the scores.
+    """
+
+    def mask(window: int | None) -> Tensor:
+        seen = visible(window)
+        if attention_of(config) == "sdpa":
+            return seen
+        return torch.zeros(seen.shape, device=seen.device).masked_fill(~seen, torch.finfo(torch.float32).min)
+
+    windows = FAMILIES[config.model_type].windows
+    if windows == "by layer_types":
+        by_type = {"full_attention": None, "sliding_attention": config.sliding_window}
+        return {kind: mask(by_type[kind]) for kind in sorted(set(config.layer_types))}
+    return mask(config.sliding_window if windows == "every layer" else None)
 
 
 def _padded_rows(batch: Ragged, padding: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -100,7 +120,7 @@ class NativeNetwork:
         # a padding token is a query at position 0, so that it sees one key; its result is not used
         cache.aim(torch.tensor(list(seats)), positions, valid)
         last = positions.to(self.trunk.device)
-        masks = stock_masks(
+        masks = _masks(
             self.trunk.config,
             lambda window: _visible(torch.zeros_like(last), last, window, int(positions.max()) + 1),
         )
@@ -116,7 +136,7 @@ class NativeNetwork:
         first = last.clone()  # a padding token sees only itself
         first.view(-1)[flat_index] = last.reshape(-1)[flat_index] - torch.from_numpy(batch.rows.position)
         first, last = (x.to(self.trunk.device) for x in (first, last))
-        masks = stock_masks(self.trunk.config, lambda window: _visible(first, last, window, ids.shape[1]))
+        masks = _masks(self.trunk.config, lambda window: _visible(first, last, window, ids.shape[1]))
         hidden, routes = self._pass(ids, positions, flat_index, {"attention_mask": masks}, seen)
         return hidden[index(wanted).to(self.trunk.device)], routes
 

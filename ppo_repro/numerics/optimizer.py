@@ -18,24 +18,6 @@ from ppo_repro.numerics.shards import Shards, divided, owned_whole, whole_cuts
 from ppo_repro.numerics.weights import copy_named
 
 
-class Gradients(Protocol):
-    """The gradients of a minibatch: `GradientSums`, or `NativeGradients` of stock torch."""
-
-    def begin(self) -> None: ...
-    def finish(self) -> dict[str, Tensor]: ...
-    def release(self) -> None: ...
-
-
-class ClippedAdamW(Protocol):
-    """Clipping and AdamW for named parameters: `AdamW` by the kernels, or `NativeAdamW` of stock torch."""
-
-    parameters: dict[str, Tensor]
-
-    def apply(self, settings: AdamWSettings, gradients: Mapping[str, Tensor]) -> float: ...
-    def state(self) -> OptimizerState: ...
-    def load(self, state: OptimizerState) -> None: ...
-
-
 class Adapter(Protocol):
     """Interface of an adapter, whose factors are trained in place of weights: `models.lora.Lora`."""
 
@@ -77,8 +59,8 @@ class Optimizer:
         named = list(module.named_parameters())
         weights = {name: p for name, p in named if p.requires_grad}
         trained = weights if adapter is None else adapter.trained()
-        self.sums: Gradients
-        self.adamw: ClippedAdamW
+        self.sums: GradientSums | NativeGradients
+        self.adamw: AdamW | NativeAdamW
         if is_deterministic_mode(mode):
             of_gradients, of_step = _shards(weights, trained, adapter, ranks)
             self.sums, self.adamw = GradientSums(named, SLOTS // ranks.size, of_gradients), AdamW(trained, of_step)

@@ -100,12 +100,12 @@ def micro_batches(
         return micro
     start = 0
     for chunk in sequences.split(size or len(sequences)):
-        own = None if slots is None else slots[start : start + len(chunk) + 1]
+        chunk_slots = None if slots is None else slots[start : start + len(chunk) + 1]
         start += len(chunk)
         tokens = rollout.tokens_of(chunk)
         chosen = chunk.tolist()
         prompts, responses = [rollout.prompts.prompt_ids[i] for i in chosen], [rollout.whole(i) for i in chosen]
         routes = None if not replay or rollout.routes is None else [rollout.routes[i] for i in chosen]
         forced = None if rollout.episodes is None else [rollout.episodes[i].is_forced for i in chosen]
-        micro.append(MicroBatch(lay_out(prompts, responses, padding, forced, routes, own), tokens))
+        micro.append(MicroBatch(lay_out(prompts, responses, padding, forced, routes, chunk_slots), tokens))
     return micro

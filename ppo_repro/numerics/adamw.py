@@ -78,9 +78,9 @@ class AdamW:
         """Begin with moments of zero; without `shards` this process owns all elements."""
         self.parameters = {name: parameters[name] for name in sorted(parameters)}
         self.shards = shards or divided(self.parameters, ALONE)
-        own = {name: self.shards.own_shard(name, p) for name, p in self.parameters.items()}
+        own_shards = {name: self.shards.own_shard(name, p) for name, p in self.parameters.items()}
         self.first, self.second = (
-            {name: torch.zeros_like(p, memory_format=torch.contiguous_format) for name, p in own.items()}
+            {name: torch.zeros_like(shard, memory_format=torch.contiguous_format) for name, shard in own_shards.items()}
             for _ in range(2)
         )
         self.steps = 0
@@ -93,10 +93,10 @@ class AdamW:
         tensors = ffi.new("Trained[]", len(self.parameters))
         device = next((p.device for p in self.parameters.values()), CPU)
         for tensor, (name, p) in zip(tensors, self.parameters.items(), strict=True):
-            own = self.shards.own_shard(name, p)
-            if gradients[name].numel() != own.numel():
-                raise ValueError(f"a gradient of {name} for {gradients[name].numel()} of its {own.numel()} numbers")
-            tensor.p, tensor.g, tensor.n = pointer(own, device), pointer(gradients[name], device), own.numel()
+            shard, gradient = self.shards.own_shard(name, p), gradients[name]
+            if gradient.numel() != shard.numel():
+                raise ValueError(f"a gradient of {name} for {gradient.numel()} of its {shard.numel()} numbers")
+            tensor.p, tensor.g, tensor.n = pointer(shard, device), pointer(gradient, device), shard.numel()
             tensor.m, tensor.v = pointer(self.first[name], device), pointer(self.second[name], device)
         norm = self._norm(tensors, kernels_of(device))
         self.steps += 1
@@ -109,9 +109,9 @@ class AdamW:
     def _norm(self, tensors: Any, kernels: Kernels) -> float:
         """Compute the norm of all gradients, on every rank. Raises NumericsError if it is not finite in float32."""
         counts = [-(-tensor.n // STRETCH) for tensor in tensors]
-        own = np.full(sum(counts), np.nan)  # a stretch that the kernels did not write stays NaN
-        kernels.gradient_squares(tensors, len(tensors), ffi.from_buffer("double[]", own))
-        of_ranks = self.shards.ranks.everyone(np.split(own, np.cumsum(counts)[:-1]))
+        squares = np.full(sum(counts), np.nan)  # a stretch that the kernels did not write stays NaN
+        kernels.gradient_squares(tensors, len(tensors), ffi.from_buffer("double[]", squares))
+        of_ranks = self.shards.ranks.everyone(np.split(squares, np.cumsum(counts)[:-1]))
         total = 0.0
         for i, name in enumerate(self.parameters):
             square = sum_in_order(np.concatenate([of_ranks[rank][i] for rank in self.shards.in_order()]))

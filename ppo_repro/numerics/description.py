@@ -133,7 +133,7 @@ def _layer(names: FamilyNames, layer: Any, window: int, rope: dict[str, Any] | N
         score_cap: soft cap of scores; 0 for none.
     """
     attention, mlp = getattr(layer, names.attention), layer.mlp
-    norms = {name: getattr(layer, own) for name in NORMS if (own := getattr(names, name)) is not None}
+    norms = {name: getattr(layer, module) for name in NORMS if (module := getattr(names, name)) is not None}
     norms |= {name: getattr(attention, name) for name in ("q_norm", "k_norm") if hasattr(attention, name)}
     matrices = {"qkv": tuple(getattr(attention, name) for name in names.qkv), "out": (getattr(attention, names.out),)}
     experts = {}

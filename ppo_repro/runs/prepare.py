@@ -149,7 +149,7 @@ def _check_model(config: RunConfig, source: PreTrainedModel) -> None:
 
 
 def _built_in(config: RunConfig, state: TrainState, end_tokens: frozenset[int]) -> BuiltInSampler:
-    """Make the built-in sampler on the policy as the sampler has it."""
+    """Make the built-in sampler on the policy, or on the policy's copy for the sampler."""
     layout = config.layout
     return BuiltInSampler(
         state.sampler or state.policy,

@@ -39,16 +39,16 @@ def sample(logits: Tensor, seeds: Tensor, positions: Tensor, sampling: Sampling,
         positions: [n] int64, of the last input token.
     """
     temperature = sampling.temperature
-    eligible, kept, log_kept_mass = None, None, torch.zeros(len(logits))
+    eligible, cut, log_kept_mass = None, None, torch.zeros(len(logits))
     packed = torch.empty(len(logits), 0, dtype=torch.uint8)
     if sampling.cuts:
         eligible, rank, log_kept_mass = cut_tokens(_divided(logits, temperature), sampling.top_k, sampling.top_p)
-        kept, packed = (eligible, rank), pack_bits(eligible)
+        cut, packed = (eligible, rank), pack_bits(eligible)
     if sampling.greedy:
         require_finite(logits)
         tokens = first_argmax(_divided(logits, temperature)).cpu()
     else:
-        tokens, logprobs = sample_tokens(logits, seeds, positions, temperature, kept)
+        tokens, logprobs = sample_tokens(logits, seeds, positions, temperature, cut)
     if sampling.greedy or sampling.cuts or not is_deterministic_mode(mode):
         logprobs, _ = token_statistics(logits, tokens, temperature, eligible, mode)
     return DrawnTokens(tokens, logprobs, log_kept_mass, packed)

@@ -56,14 +56,14 @@ def own_process(context: SamplerContext) -> Iterator[OwnProcess | None]:
 @contextmanager
 def run_sampler(
     context: SamplerContext,
-    own: OwnProcess | None,
+    process: OwnProcess | None,
     built_in: BuiltInSampler,
     state: TrainState,
     tokenizer: PreTrainedTokenizerBase,
 ) -> Iterator[Sampler]:
     """Yield the sampler of a prepared run; when the block ends, end the servers that it started.
 
-    `own` is from `own_process`.
+    `process` is from `own_process`.
     """
     settings, recorded, ranks = context.config.rollout.engine, context.recorded, context.ranks
     if isinstance(settings, SGLangServers):
@@ -72,9 +72,9 @@ def run_sampler(
     elif isinstance(settings, OwnEngine):
         with _folder(context.run_dir, ENGINE_NAME) as folder:
             first = None
-            if own is not None:
+            if process is not None:
                 longest = context.config.numerics.max_context
-                first = OwnSampler(own, state.policy, tokenizer, built_in.stop_ids, longest, folder)
+                first = OwnSampler(process, state.policy, tokenizer, built_in.stop_ids, longest, folder)
             sampler = EvaluatedHere(SharedSampler(ranks, first), built_in)
             try:
                 yield sampler if recorded is None else RecordedSampler(recorded, state, sampler, ranks)

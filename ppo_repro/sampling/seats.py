@@ -147,7 +147,7 @@ class Seats:
         """Return the logits [len(batch), V] after requests that are all new, all answered, or all neither."""
         first = batch[0]
         if not first.is_new and not first.is_answered:
-            return self._decode(batch)
+            return logits(self._policy, self._forward(batch, [(item.tokens[-1],) for item in batch]))
         if not self._prefix_cache:
             for item in batch:
                 item.computed = 0
@@ -205,10 +205,6 @@ class Seats:
                 rows.update(zip((items[row] for row in ends), of_ends, strict=True))
             items = [item for item in items if item.computed < len(item.context)]
         return rows
-
-    def _decode(self, batch: list[Seated]) -> Tensor:
-        """Compute the last token of each completion, and return the logits [len(batch), V] after it."""
-        return logits(self._policy, self._forward(batch, [(item.tokens[-1],) for item in batch]))
 
     def _forward(self, items: list[Seated], chunks: Sequence[tuple[int, ...]]) -> Tensor:
         """Compute the next tokens of each request, and return the hidden states [R, H] of the last token of each."""

@@ -217,8 +217,8 @@ def _verl(function: Function, row: CallRow, options: CallRow) -> float:
     fields = json.loads(row["fields"])
     source = fields.pop("data_source", options["data_source"])
     extra = fields.get("extra_info", fields)
-    given = dict(data_source=source, solution_str=row["response"], ground_truth=row["answer"], extra_info=extra)
-    value = _named(function, given)
+    values = dict(data_source=source, solution_str=row["response"], ground_truth=row["answer"], extra_info=extra)
+    value = _named(function, values)
     if isinstance(value, dict) and "score" not in value:
         raise RefusedError(f"returned a dict with {sorted(value)}; must be a number or a dict with 'score'")
     return number(value["score"] if isinstance(value, dict) else value)

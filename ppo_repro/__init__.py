@@ -12,13 +12,13 @@ if TYPE_CHECKING:
     from ppo_repro.api.text import generate, logprobs
     from ppo_repro.api.training import train
     from ppo_repro.base.errors import UserError
-    from ppo_repro.engine import Sampling
+    from ppo_repro.sampler import Sampling
 
 __version__ = "0.3.0"
 
 _HOMES = {
     "Run": "api.runs",
-    "Sampling": "engine",
+    "Sampling": "sampler",
     "UserError": "base.errors",
     "deterministic": "api.model",
     "diff": "api.runs",

@@ -15,12 +15,12 @@ from ppo_repro.base.clock import OTHER, Clock
 from ppo_repro.base.ranks import Ranks
 from ppo_repro.buffers import Iteration, MinibatchUpdate, PolicyUpdate, ValueUpdate
 from ppo_repro.config.run import RunConfig
-from ppo_repro.engine import Engine
 from ppo_repro.models.batches import MicroBatch
 from ppo_repro.models.networks import ValueModel, hidden_states
 from ppo_repro.models.state import Digests, Stream, TrainState
 from ppo_repro.numerics.optimizer import Optimizer
 from ppo_repro.ppo.losses import value_losses
+from ppo_repro.sampler import Sampler
 from ppo_repro.stages.advantages import compute_advantages
 from ppo_repro.stages.coefficients import next_coefficients, set_learning_rates
 from ppo_repro.stages.corrections import corrected
@@ -44,7 +44,7 @@ from ppo_repro.stages.updates import (
 
 
 def ppo_iterations(
-    config: RunConfig, task: Task, state: TrainState, engine: Engine, ranks: Ranks
+    config: RunConfig, task: Task, state: TrainState, sampler: Sampler, ranks: Ranks
 ) -> Iterator[Iteration]:
     """Run PPO from `state.iteration` on, train `state` in place, and yield each iteration after its update.
 
@@ -55,7 +55,7 @@ def ppo_iterations(
         config: the run's configuration.
         task: the prompts, and the functions that score the responses.
         state: networks, optimizers and coefficients; its `iteration` is the next one to run.
-        engine: samples with the policy in `state`.
+        sampler: samples with the policy in `state`.
         ranks: the processes of the run.
 
     Raises:
@@ -67,12 +67,12 @@ def ppo_iterations(
         index, coefficients, clock = state.iteration, state.coefficients, Clock()
 
         # before every n-th iteration: greedy decoding of the held-out prompts
-        evaluation = evaluate(config, task, engine, ranks) if index % config.evaluation.every == 0 else None
+        evaluation = evaluate(config, task, sampler, ranks) if index % config.evaluation.every == 0 else None
         clock.lap("evaluation")
 
         # sample responses
         prompts = choose_prompts(config, task, index)
-        rollout = roll_out(config, task, engine, prompts, ranks)
+        rollout = roll_out(config, task, sampler, prompts, ranks)
         state.free_sampler_memory()
         clock.lap("rollout")
 

@@ -62,8 +62,8 @@ def config_of(folder: Path, side: str) -> RunConfig:
 
 
 def without_stop(config: RunConfig, prepared: Prepared) -> Prepared:
-    """Return the run with an engine that no token stops, so that every response has the full length."""
-    engine = BuiltInSampler(
+    """Return the run with a sampler that no token stops, so that every response has the full length."""
+    sampler = BuiltInSampler(
         prepared.state.policy,
         frozenset(),
         config.numerics.mode,
@@ -71,7 +71,7 @@ def without_stop(config: RunConfig, prepared: Prepared) -> Prepared:
         config.layout.rollout_slots,
         config.layout.prefill_chunk,
     )
-    return replace(prepared, engine=engine)
+    return replace(prepared, sampler=sampler)
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ def own(folder: Path, side: str = "highest", ranks: Ranks = ALONE) -> Own:
     run_dir = folder / f"run-{side}" if ranks.is_first else None
     if run_dir is not None:
         writer.publish_run(writer.lay_out_run(run_dir, gather(config), {}, config.digest(), LANGUAGE), run_dir)
-    iterations = ppo_iterations(config, prepared.task, prepared.state, prepared.engine, ranks)
+    iterations = ppo_iterations(config, prepared.task, prepared.state, prepared.sampler, ranks)
     return Own(config, iterations, run_dir)
 
 

@@ -14,9 +14,9 @@ from experiments.benchmarks import timing
 from experiments.benchmarks.timing import Cost
 from experiments.benchmarks.workload import CONTEXT, RESPONSE, SEQUENCES, Size, prompt_ids
 from ppo_repro.base.mode import Precision
-from ppo_repro.engine import Request, Sampling
 from ppo_repro.models.networks import make_policy
 from ppo_repro.numerics import library
+from ppo_repro.sampler import Request, Sampling
 from ppo_repro.sampling.built_in import BuiltInSampler
 
 SAMPLING = Sampling(temperature=1.0, top_k=0, top_p=1.0, max_response_tokens=RESPONSE)

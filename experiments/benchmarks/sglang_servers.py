@@ -22,10 +22,10 @@ from experiments.benchmarks.timing import Cost, Measured
 from ppo_repro.base.watcher import Silent
 from ppo_repro.config.files import load_config
 from ppo_repro.config.run import RunConfig
-from ppo_repro.engine import Completion, Request, Sampling
 from ppo_repro.runs.prepare import prepare
+from ppo_repro.sampler import Completion, Request, Sampling
 from ppo_repro.sampling.sglang.client import Call
-from ppo_repro.sampling.sglang.engine import SGLangEngine
+from ppo_repro.sampling.sglang.sampler import SGLangSampler
 
 QUESTION = "SGLang"
 BUILT_IN = "built-in engine, deterministic"
@@ -69,13 +69,13 @@ def processor_seconds(group: int) -> float:
 def server(config: RunConfig, requests: Sequence[Request], folder: Path) -> Iterator[Callable[[], Cost]]:
     """Start a server, and yield the function that measures one turn, including the client."""
     prepared = prepare(config, Silent())
-    policy, stops = prepared.state.policy, prepared.engine.stop_ids
-    with SGLangEngine(config, policy, stops, folder).running(lambda seconds: None) as engine:
+    policy, stops = prepared.state.policy, prepared.sampler.stop_ids
+    with SGLangSampler(config, policy, stops, folder).running(lambda seconds: None) as engine:
         group = next(one.process.pid for one in engine.servers if one.process)
         yield lambda: turn_of(engine, requests, group)
 
 
-def turn_of(engine: SGLangEngine, requests: Sequence[Request], group: int) -> Cost:
+def turn_of(engine: SGLangSampler, requests: Sequence[Request], group: int) -> Cost:
     """Sample once, and return wall seconds and the CPU seconds of server and client."""
     Call(engine.servers[0].url, "/flush_cache", 60, {})
     before, clock, own = processor_seconds(group), time.perf_counter(), time.process_time()
@@ -94,7 +94,7 @@ def measure(hidden: int, python: str, rounds: int) -> list[Measured]:
 
     def built_in() -> Cost:
         def work() -> None:
-            completions[:] = prepared.engine.generate(requests, SAMPLING)
+            completions[:] = prepared.sampler.generate(requests, SAMPLING)
 
         return timing.cost_of(work)
 

@@ -94,7 +94,7 @@ def distances(config: RunConfig, prepared: Prepared, policy: PreTrainedModel, be
     task = prepared.task
     (reward,) = task.judge.functions
     assert reward is not None, "the reward is a function of the experiment"
-    responses = all_responses(policy.config.vocab_size, prepared.engine.stop_ids, config.rollout.max_response_tokens)
+    responses = all_responses(policy.config.vocab_size, prepared.sampler.stop_ids, config.rollout.max_response_tokens)
     texts = [decode(task.tokenizer, y) for y in responses]
     results = []
     for problem in sorted(task.problems.train, key=lambda p: p.key):

@@ -14,9 +14,9 @@ from ppo_repro.base.errors import UserError
 from ppo_repro.base.seeding import sample_seed
 from ppo_repro.config.rollout import MAX_TEMPERATURE, MIN_TEMPERATURE
 from ppo_repro.config.section import MAX_COUNT, MAX_FLOAT
-from ppo_repro.engine import Request, Sampling
 from ppo_repro.models.load import stop_ids
 from ppo_repro.numerics.token_statistics import token_statistics
+from ppo_repro.sampler import Request, Sampling
 from ppo_repro.sampling.built_in import BuiltInSampler
 
 MAX_SEED = 2**63 - 1
@@ -136,10 +136,10 @@ def generate(
             f"{context} tokens, more than {limit}, the model's context; shorten one of them"
         )
     ends = _ends(model, tokenizer) if stop is None else frozenset(_token_ids("stop", stop, model))
-    engine = BuiltInSampler(model, ends, "deterministic", context, slots, 0)
+    sampler = BuiltInSampler(model, ends, "deterministic", context, slots, 0)
     requests = [Request(*pair) for pair in zip(ids, _seeds(seed, seeds, len(ids)), strict=True)]
     responses = []
-    for request, c in zip(requests, engine.generate(requests, sampling), strict=True):
+    for request, c in zip(requests, sampler.generate(requests, sampling), strict=True):
         text = None if tokenizer is None else str(tokenizer.decode(list(c.response_ids), skip_special_tokens=True))
         responses.append(Response(text, request.prompt_ids, c.response_ids, c.logprobs, c.finish_reason))
     return responses

@@ -22,7 +22,6 @@ class TokenBatch:
     sequences: Ragged  # all tokens of each but the last, which predicts nothing
     predictors: Ints  # [n] rows whose logits predict the tokens
     targets: Tensor  # [n] int64, the response tokens
-    padding: str = "right"  # how native numerics lay out the rows: `right`, `left` or `none`
 
     @property
     def rows(self) -> Rows:
@@ -55,14 +54,15 @@ def lay_out(
         slots: [S + 1] as in `Rows`, for a pass with gradients.
     """
     inputs = [(*p, *r[:-1]) for p, r in zip(prompts, responses, strict=True)]
-    sequences = ragged(inputs, slots=slots, routes=None if routes is None else torch.cat(list(routes)))
+    experts = None if routes is None else torch.cat(list(routes))
+    sequences = ragged(inputs, slots=slots, routes=experts, padding=padding)
     spans = zip(prompts, sequences.start[:-1], sequences.start[1:], strict=True)
     scored = np.concatenate([np.arange(start + len(prompt) - 1, end) for prompt, start, end in spans])
     targets = torch.tensor([token for response in responses for token in response], dtype=torch.int64)
     if is_forced is not None:
         sampled = ~np.array([forced for response in is_forced for forced in response], bool)
         scored, targets = scored[sampled], targets[torch.from_numpy(sampled)]
-    return TokenBatch(sequences, ints(scored), targets, padding)
+    return TokenBatch(sequences, ints(scored), targets)
 
 
 @dataclass(frozen=True)
@@ -100,12 +100,12 @@ def micro_batches(
         return micro
     start = 0
     for chunk in sequences.split(size or len(sequences)):
-        own = None if slots is None else slots[start : start + len(chunk) + 1]
+        chunk_slots = None if slots is None else slots[start : start + len(chunk) + 1]
         start += len(chunk)
         tokens = rollout.tokens_of(chunk)
         chosen = chunk.tolist()
         prompts, responses = [rollout.prompts.prompt_ids[i] for i in chosen], [rollout.whole(i) for i in chosen]
         routes = None if not replay or rollout.routes is None else [rollout.routes[i] for i in chosen]
         forced = None if rollout.episodes is None else [rollout.episodes[i].is_forced for i in chosen]
-        micro.append(MicroBatch(lay_out(prompts, responses, padding, forced, routes, own), tokens))
+        micro.append(MicroBatch(lay_out(prompts, responses, padding, forced, routes, chunk_slots), tokens))
     return micro

@@ -119,10 +119,10 @@ def _load_tokenizer(folder: Path, vocab_size: int, where: str) -> PreTrainedToke
         special_tokens(tokenizer)
         # some tokenizers add tokens that their models lack; a prompt with such a token is refused when it is read
         added = tokenizer.get_added_vocab()
-        own = [(token, i) for token, i in tokenizer.get_vocab().items() if token not in added]
-    if not own:
+        ids = {token: i for token, i in tokenizer.get_vocab().items() if token not in added}
+    if not ids:
         raise UserError(f"{where}: its tokenizer has no token; save the model's own beside it")
-    check_tokens(dict(own), vocab_size, where)
+    check_tokens(ids, vocab_size, where)
     for name in ("is_local", "local_files_only"):  # otherwise saved with the tokenizer
         tokenizer.init_kwargs.pop(name, None)
     return tokenizer

@@ -18,12 +18,12 @@ from ppo_repro.base.mode import Mode, Precision, is_deterministic_mode
 from ppo_repro.base.seeding import bell
 from ppo_repro.config.mismatch import SamplerPrecision
 from ppo_repro.models.batches import TokenBatch, lay_out
-from ppo_repro.numerics.families import attention_of, check_visibility, decoder_layers, routers, trunk_of
+from ppo_repro.numerics.description import check_visibility
+from ppo_repro.numerics.families import attention_of, decoder_layers, routers, trunk_of
 from ppo_repro.numerics.gradient_sums import GradientSums
 from ppo_repro.numerics.interface import Ints
 from ppo_repro.numerics.linear import linear
 from ppo_repro.numerics.lowering import Lowered, is_deterministic, lower, lowered_of, set_recompute
-from ppo_repro.numerics.native import NativeNetwork
 from ppo_repro.numerics.network import logits, network_of
 from ppo_repro.numerics.rounding import NARROW, NumberFormats
 from ppo_repro.numerics.sequences import Rows
@@ -125,11 +125,8 @@ def seen_states(
     Returns:
         Hidden states [n, H] float32; routes of all inputs [.., M k], None unless `seen`.
     """
-    network = network_of(trunk)
     sequences = batch.sequences if replay else replace(batch.sequences, routes=None)
-    if isinstance(network, NativeNetwork):
-        return network.over_batch(sequences, batch.predictors, seen, batch.padding)
-    return network.over_batch(sequences, batch.predictors, seen)
+    return network_of(trunk).over_batch(sequences, batch.predictors, seen)
 
 
 def policy_logits(policy: PreTrainedModel, batch: TokenBatch) -> Tensor:

@@ -80,12 +80,8 @@ def tiny_config(model: TinyModel, vocab_size: int, max_context: int, eos_token_i
         return AutoConfig.for_model(model.family, **shape, **heads)
     shape["num_experts_per_tok"] = experts.per_token
     if experts.family == "qwen3_moe":
-        own: dict[str, Any] = {
-            "num_experts": experts.count,
-            "moe_intermediate_size": model.intermediate_size,
-            "norm_topk_prob": True,
-        }
-        return Qwen3MoeConfig(**shape, **heads, **own)
+        shape |= {"moe_intermediate_size": model.intermediate_size, "norm_topk_prob": True}
+        return Qwen3MoeConfig(**shape, **heads, num_experts=experts.count)
     if experts.family == "mixtral":
         return MixtralConfig(**shape, **heads, num_local_experts=experts.count)
     return OlmoeConfig(**shape, num_experts=experts.count)

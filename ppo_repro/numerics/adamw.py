@@ -1,4 +1,4 @@
-"""Compute AdamW after clipping of the gradients' global norm: by the kernels, or by stock torch."""
+"""Compute AdamW after clipping of the gradients' global norm, by the kernels."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ppo_repro.base.errors import NumericsError
 from ppo_repro.base.ranks import ALONE
@@ -78,9 +78,9 @@ class AdamW:
         """Begin with moments of zero; without `shards` this process owns all elements."""
         self.parameters = {name: parameters[name] for name in sorted(parameters)}
         self.shards = shards or divided(self.parameters, ALONE)
-        own = {name: self.shards.own_shard(name, p) for name, p in self.parameters.items()}
+        own_shards = {name: self.shards.own_shard(name, p) for name, p in self.parameters.items()}
         self.first, self.second = (
-            {name: torch.zeros_like(p, memory_format=torch.contiguous_format) for name, p in own.items()}
+            {name: torch.zeros_like(shard, memory_format=torch.contiguous_format) for name, shard in own_shards.items()}
             for _ in range(2)
         )
         self.steps = 0
@@ -93,10 +93,10 @@ class AdamW:
         tensors = ffi.new("Trained[]", len(self.parameters))
         device = next((p.device for p in self.parameters.values()), CPU)
         for tensor, (name, p) in zip(tensors, self.parameters.items(), strict=True):
-            own = self.shards.own_shard(name, p)
-            if gradients[name].numel() != own.numel():
-                raise ValueError(f"a gradient of {name} for {gradients[name].numel()} of its {own.numel()} numbers")
-            tensor.p, tensor.g, tensor.n = pointer(own, device), pointer(gradients[name], device), own.numel()
+            shard, gradient = self.shards.own_shard(name, p), gradients[name]
+            if gradient.numel() != shard.numel():
+                raise ValueError(f"a gradient of {name} for {gradient.numel()} of its {shard.numel()} numbers")
+            tensor.p, tensor.g, tensor.n = pointer(shard, device), pointer(gradient, device), shard.numel()
             tensor.m, tensor.v = pointer(self.first[name], device), pointer(self.second[name], device)
         norm = self._norm(tensors, kernels_of(device))
         self.steps += 1
@@ -109,9 +109,9 @@ class AdamW:
     def _norm(self, tensors: Any, kernels: Kernels) -> float:
         """Compute the norm of all gradients, on every rank. Raises NumericsError if it is not finite in float32."""
         counts = [-(-tensor.n // STRETCH) for tensor in tensors]
-        own = np.full(sum(counts), np.nan)  # a stretch that the kernels did not write stays NaN
-        kernels.gradient_squares(tensors, len(tensors), ffi.from_buffer("double[]", own))
-        of_ranks = self.shards.ranks.everyone(np.split(own, np.cumsum(counts)[:-1]))
+        squares = np.full(sum(counts), np.nan)  # a stretch that the kernels did not write stays NaN
+        kernels.gradient_squares(tensors, len(tensors), ffi.from_buffer("double[]", squares))
+        of_ranks = self.shards.ranks.everyone(np.split(squares, np.cumsum(counts)[:-1]))
         total = 0.0
         for i, name in enumerate(self.parameters):
             square = sum_in_order(np.concatenate([of_ranks[rank][i] for rank in self.shards.in_order()]))
@@ -154,50 +154,3 @@ class AdamW:
 def sum_in_order(squares: np.ndarray) -> float:
     """Return the sum of float64 numbers of at least 0, added one after another; 0 for none."""
     return float(np.add.accumulate(squares)[-1]) if len(squares) else 0.0
-
-
-class NativeAdamW:
-    """Clipping and AdamW by torch (clip_grad_norm_, torch.optim.AdamW), for named parameters."""
-
-    def __init__(self, parameters: Mapping[str, Tensor], settings: AdamWSettings) -> None:
-        self.parameters = dict(parameters)
-        self.adamw = torch.optim.AdamW(
-            self.parameters.values(),
-            lr=settings.learning_rate,
-            betas=(settings.beta1, settings.beta2),
-            eps=settings.eps,
-            weight_decay=settings.weight_decay,
-        )
-        # torch makes this state at a parameter's first gradient, and some parameters never get one
-        for p in self.parameters.values():
-            moments = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
-            self.adamw.state[p] = {"step": torch.zeros(()), **moments}
-
-    def apply(self, settings: AdamWSettings, gradients: Mapping[str, Tensor]) -> float:
-        """Take one step, and return the norm before clipping. Raises NumericsError if the norm is not finite."""
-        for name, parameter in self.parameters.items():
-            parameter.grad = gradients.get(name)
-        norm = float(nn.utils.clip_grad_norm_(self.parameters.values(), settings.max_grad_norm or math.inf))
-        if not math.isfinite(norm):
-            raise NumericsError("the gradient norm is not finite; lower the learning rate")
-        for group in self.adamw.param_groups:
-            group["lr"], group["betas"] = settings.learning_rate, (settings.beta1, settings.beta2)
-            group["eps"], group["weight_decay"] = settings.eps, settings.weight_decay
-        self.adamw.step()
-        self.adamw.zero_grad()
-        return norm
-
-    def _kept(self, name: str) -> dict[str, Tensor]:
-        return {parameter: self.adamw.state[p][name] for parameter, p in self.parameters.items()}
-
-    def state(self) -> OptimizerState:
-        steps = {name: int(step) for name, step in self._kept("step").items()}
-        return OptimizerState(first=self._kept("exp_avg"), second=self._kept("exp_avg_sq"), steps=steps)
-
-    def load(self, state: OptimizerState) -> None:
-        """Continue from moments. Raises ValueError, which names parameters that one side lacks."""
-        require_same_names(self.parameters, state.steps, "steps of")
-        copy_named(self._kept("exp_avg"), state.first)
-        copy_named(self._kept("exp_avg_sq"), state.second)
-        for name, step in self._kept("step").items():
-            step.fill_(state.steps[name])

@@ -6,17 +6,18 @@ A copy of the module starts without the data. The data is deleted with the modul
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 
+@dataclass
 class Attached:
     """The `Network` of a trunk, and the `PackedMatrix` of a linear layer outside of trunks; None until a first pass."""
 
-    def __init__(self) -> None:
-        self.network: Any = None
-        self.matrix: Any = None
+    network: Any = None
+    matrix: Any = None
 
     def __reduce__(self) -> tuple[type[Attached], tuple[()]]:
         """Copy and save nothing: packed weights are computed again."""

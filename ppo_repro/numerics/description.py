@@ -1,4 +1,4 @@
-"""Describe a transformers trunk as data: the parameters of each matrix of a layer, and the numbers of its config."""
+"""Describe a transformers trunk as data, and refuse settings of its config that the numerics do not compute."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ from typing import Any, cast
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from ppo_repro.base.errors import UserError
 from ppo_repro.numerics.families import (
     FAMILIES,
     MIXTURES,
     FamilyNames,
-    check_visibility,
     head_dim,
     key_value_heads,
     number_of,
-    refuse,
+    positions_of,
     ropes_of,
     windows_of,
 )
 from ppo_repro.numerics.interface import constants
+from ppo_repro.numerics.ranges import check_ranges
 
 ACTIVATIONS = {  # by transformers' names
     "silu": constants.ACT_SILU,
@@ -75,6 +76,41 @@ def plain(config: PretrainedConfig) -> PretrainedConfig:
     return same
 
 
+def refuse(config: PretrainedConfig, refusals: dict[str, bool], reason: str) -> None:
+    """Raise UserError for the first refused setting of a model, with the reason and the remedy."""
+    for name, refused in refusals.items():
+        if refused:
+            raise UserError(f"model config {name} = {getattr(config, name)!r}: {reason}")
+
+
+def check_visibility(config: PretrainedConfig, max_context: int) -> None:
+    """Raise UserError unless each query sees only its own past, all of it or a window, up to `max_context` tokens.
+
+    The batch layouts and the key/value caches assume this visibility, in both numerics. All numbers must be in their
+    ranges.
+    """
+    check_ranges(vars(config), "model config")
+    types = set(getattr(config, "layer_types", None) or ["full_attention"])
+    known = ["full_attention"]
+    if FAMILIES[config.model_type].windows == "by layer_types":
+        known.append("sliding_attention")
+    refuse(config, {"layer_types": not types <= set(known)}, f"each must be {' or '.join(known)}; choose another model")
+    is_missing = "sliding_attention" in types and config.sliding_window is None
+    refuse(config, {"sliding_window": is_missing}, "sliding_attention in layer_types needs a number; restore it")
+    refusals = {
+        "is_causal": not getattr(config, "is_causal", True),
+        "use_bidirectional_attention": bool(getattr(config, "use_bidirectional_attention", False)),
+        "add_cross_attention": bool(getattr(config, "add_cross_attention", False)),
+    }
+    refuse(config, refusals, "not supported; choose a model whose tokens see only their own past")
+    positions, beyond = positions_of(config), ""
+    if positions < config.max_position_embeddings:
+        beyond = ", and other rotary frequencies in longer sequences"
+    if max_context > positions:
+        has = f"the model has {positions} positions{beyond}"
+        raise UserError(f"numerics.max_context = {max_context}: {has}; choose a smaller context")
+
+
 def check_config(config: PretrainedConfig, max_context: int) -> None:
     """Raise UserError for the first setting of a model that the kernels do not support."""
     check_visibility(config, max_context)
@@ -97,7 +133,7 @@ def _layer(names: FamilyNames, layer: Any, window: int, rope: dict[str, Any] | N
         score_cap: soft cap of scores; 0 for none.
     """
     attention, mlp = getattr(layer, names.attention), layer.mlp
-    norms = {name: getattr(layer, own) for name in NORMS if (own := getattr(names, name)) is not None}
+    norms = {name: getattr(layer, module) for name in NORMS if (module := getattr(names, name)) is not None}
     norms |= {name: getattr(attention, name) for name in ("q_norm", "k_norm") if hasattr(attention, name)}
     matrices = {"qkv": tuple(getattr(attention, name) for name in names.qkv), "out": (getattr(attention, names.out),)}
     experts = {}

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, cast
 
-import torch
 import transformers
-from torch import Tensor, nn
+from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.auto import modeling_auto
@@ -16,9 +15,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 from transformers.models.olmoe.modeling_olmoe import OlmoeSparseMoeBlock
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
-from ppo_repro.base.errors import UserError
 from ppo_repro.numerics.interface import constants
-from ppo_repro.numerics.ranges import check_ranges
 
 
 class FamilyNames(NamedTuple):
@@ -221,64 +218,12 @@ def decoder_layers(model: nn.Module) -> list[GradientCheckpointingLayer]:
     return [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
 
 
-def refuse(config: PretrainedConfig, refusals: dict[str, bool], reason: str) -> None:
-    """Raise UserError for the first refused setting of a model, with the reason and the remedy."""
-    for name, refused in refusals.items():
-        if refused:
-            raise UserError(f"model config {name} = {getattr(config, name)!r}: {reason}")
-
-
-def check_visibility(config: PretrainedConfig, max_context: int) -> None:
-    """Raise UserError unless each query sees only its own past, all of it or a window, up to `max_context` tokens.
-
-    The batch layouts and the key/value caches assume this visibility, in both numerics. All numbers must be in their
-    ranges.
-    """
-    check_ranges(vars(config), "model config")
-    types = set(getattr(config, "layer_types", None) or ["full_attention"])
-    known = ["full_attention", *(["sliding_attention"] if _windows(config) == "by layer_types" else [])]
-    refuse(config, {"layer_types": not types <= set(known)}, f"each must be {' or '.join(known)}; choose another model")
-    is_missing = "sliding_attention" in types and config.sliding_window is None
-    refuse(config, {"sliding_window": is_missing}, "sliding_attention in layer_types needs a number; restore it")
-    refusals = {
-        "is_causal": not getattr(config, "is_causal", True),
-        "use_bidirectional_attention": bool(getattr(config, "use_bidirectional_attention", False)),
-        "add_cross_attention": bool(getattr(config, "add_cross_attention", False)),
-    }
-    refuse(config, refusals, "not supported; choose a model whose tokens see only their own past")
-    positions, beyond = positions_of(config), ""
-    if positions < config.max_position_embeddings:
-        beyond = ", and other rotary frequencies in longer sequences"
-    if max_context > positions:
-        has = f"the model has {positions} positions{beyond}"
-        raise UserError(f"numerics.max_context = {max_context}: {has}; choose a smaller context")
-
-
-def stock_masks(config: PretrainedConfig, visible: Callable[[int | None], Tensor]) -> Tensor | dict[str, Tensor]:
-    """Return the mask, or the masks by type of layer, for `attention_mask` of the stock model's forward.
-
-    `visible(window)` is the bool mask [R, 1, I, J] of a layer whose queries see the last `window` keys, or all (None).
-    Attention outside of torch adds its mask to the scores.
-    """
-
-    def mask(window: int | None) -> Tensor:
-        seen = visible(window)
-        if attention_of(config) == "sdpa":
-            return seen
-        return torch.zeros(seen.shape, device=seen.device).masked_fill(~seen, torch.finfo(torch.float32).min)
-
-    if _windows(config) == "by layer_types":
-        windows = {"full_attention": None, "sliding_attention": config.sliding_window}
-        return {kind: mask(windows[kind]) for kind in sorted(set(config.layer_types))}
-    return mask(config.sliding_window if _windows(config) == "every layer" else None)
-
-
 def windows_of(config: PretrainedConfig) -> list[int]:
     """Return for each layer the number of keys that a query sees, its own included; 0 for all keys up to it."""
-    window = int(getattr(config, "sliding_window", None) or 0)
-    if _windows(config) == "by layer_types":
+    windows, window = FAMILIES[config.model_type].windows, int(getattr(config, "sliding_window", None) or 0)
+    if windows == "by layer_types":
         return [window if kind == "sliding_attention" else 0 for kind in config.layer_types]
-    return [window if _windows(config) == "every layer" else 0] * config.num_hidden_layers
+    return [window if windows == "every layer" else 0] * config.num_hidden_layers
 
 
 def ropes_of(config: PretrainedConfig) -> list[dict[str, Any] | None]:
@@ -296,8 +241,3 @@ def positions_of(config: PretrainedConfig) -> int:
     """Return the length up to which the frequencies of a model's positions do not depend on a sequence's length."""
     ropes = [rope for rope in ropes_of(config) if rope and rope["rope_type"] == "longrope"]
     return min([config.max_position_embeddings, *(rope["original_max_position_embeddings"] for rope in ropes)])
-
-
-def _windows(config: PretrainedConfig) -> str:
-    """Return which layers of a model may have a sliding window."""
-    return FAMILIES[config.model_type].windows

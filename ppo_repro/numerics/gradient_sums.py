@@ -192,10 +192,7 @@ class GradientSums:
             totals = {self._names[id(p)]: slot_sums.view(p) for p in slot_sums.parameters}
             shards.add_up({name: total.view(-1) for name, total in totals.items()})
             for name, total in totals.items():
-                own = shards.own_shard(name, total)
-                if name in gradients:
-                    gradients[name].add_(own)
-                else:
-                    gradients[name] = own
+                shard = shards.own_shard(name, total)
+                gradients[name] = gradients[name].add_(shard) if name in gradients else shard
         unused = self.trained.keys() - gradients.keys()
         return gradients | {name: torch.zeros_like(shards.own_shard(name, self.trained[name])) for name in unused}

@@ -5,7 +5,7 @@ Native numerics are the negative control, and the numerics for devices without k
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PretrainedConfig, PreTrainedModel
 
 from ppo_repro.base.errors import UserError
-from ppo_repro.numerics.families import decoder_layers, head_dim, key_value_heads, routers, stock_masks
+from ppo_repro.numerics.families import FAMILIES, attention_of, decoder_layers, head_dim, key_value_heads, routers
 from ppo_repro.numerics.interface import Ints, ints
 from ppo_repro.numerics.sequences import Ragged, index
 
@@ -58,6 +58,26 @@ def _visible(first: Tensor, last: Tensor, window: int | None, keys: int) -> Tens
     return ((columns >= begin[..., None]) & (columns <= last[..., None]))[:, None]
 
 
+def _masks(config: PretrainedConfig, visible: Callable[[int | None], Tensor]) -> Tensor | dict[str, Tensor]:
+    """Return the mask, or the masks by type of layer, for `attention_mask` of the stock model's forward.
+
+    `visible(window)` is the bool mask [R, 1, I, J] of a layer whose queries see the last `window` keys, or all (None).
+    Attention outside of torch adds its mask to the scores.
+    """
+
+    def mask(window: int | None) -> Tensor:
+        seen = visible(window)
+        if attention_of(config) == "sdpa":
+            return seen
+        return torch.zeros(seen.shape, device=seen.device).masked_fill(~seen, torch.finfo(torch.float32).min)
+
+    windows = FAMILIES[config.model_type].windows
+    if windows == "by layer_types":
+        by_type = {"full_attention": None, "sliding_attention": config.sliding_window}
+        return {kind: mask(by_type[kind]) for kind in sorted(set(config.layer_types))}
+    return mask(config.sliding_window if windows == "every layer" else None)
+
+
 def _padded_rows(batch: Ragged, padding: str) -> tuple[Tensor, Tensor, Tensor]:
     """Lay out sequences as R rows of L positions: padded rows (`right`, `left`), or one row for all (`none`).
 
@@ -75,7 +95,7 @@ def _padded_rows(batch: Ragged, padding: str) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class NativeNetwork:
-    """Passes of one trunk by stock torch, with the methods of `network.Network`."""
+    """Passes of one trunk by stock torch."""
 
     def __init__(self, trunk: PreTrainedModel) -> None:
         self.trunk = trunk
@@ -87,7 +107,6 @@ class NativeNetwork:
         return NativeCache(self.trunk.config, seats, positions, self.trunk.device, self.trunk.dtype)
 
     def copy_prefix(self, cache: NativeCache, source: int, target: int, positions: int) -> None:
-        """Copy the keys and values of the first `positions` positions from seat `source` to seat `target`."""
         for store in (*cache.keys, *cache.values):
             store[target, :, :positions] = store[source, :, :positions]
 
@@ -95,52 +114,29 @@ class NativeNetwork:
     def over_cache(
         self, batch: Ragged, cache: NativeCache, seats: Sequence[int], seen: bool = False
     ) -> tuple[Tensor, Ints | None]:
-        """Compute the hidden states of tokens whose past is in seats of a cache.
-
-        Args:
-            batch: n tokens of some sequences.
-            seats: the seat of each sequence in the cache.
-
-        Returns:
-            Hidden states [n, H], and routes [n, M k], None unless wanted.
-        """
         ids, positions, flat_index = _padded_rows(batch, "right")
         valid = torch.zeros(ids.shape, dtype=torch.bool)
         valid.view(-1)[flat_index] = True
         # a padding token is a query at position 0, so that it sees one key; its result is not used
         cache.aim(torch.tensor(list(seats)), positions, valid)
         last = positions.to(self.trunk.device)
-        masks = stock_masks(
+        masks = _masks(
             self.trunk.config,
             lambda window: _visible(torch.zeros_like(last), last, window, int(positions.max()) + 1),
         )
         options: dict[str, Any] = {"attention_mask": masks, "past_key_values": cache}
         return self._pass(ids, positions, flat_index, options, seen)
 
-    def over_batch(
-        self, batch: Ragged, wanted: Ints, seen: bool = False, padding: str = "right"
-    ) -> tuple[Tensor, Ints | None]:
-        """Compute differentiable hidden states of whole sequences.
-
-        Args:
-            batch: the sequences, without routes to replay.
-            wanted: [n], the rows to return.
-            padding: short rows are padded `right` or `left`; `none` packs all sequences in one row.
-
-        Returns:
-            Hidden states [n, H], and routes of all rows, None unless wanted.
-
-        Raises:
-            UserError: the batch has routes to replay.
-        """
+    def over_batch(self, batch: Ragged, wanted: Ints, seen: bool = False) -> tuple[Tensor, Ints | None]:
+        """Compute whole sequences, differentiably. Raises UserError if the batch has routes to replay."""
         if batch.routes is not None:
             raise UserError("ppo.replay_routes = true: needs numerics.mode = deterministic; remove it")
-        ids, positions, flat_index = _padded_rows(batch, padding)
+        ids, positions, flat_index = _padded_rows(batch, batch.padding)
         last = torch.arange(ids.shape[1]).expand_as(ids)
         first = last.clone()  # a padding token sees only itself
         first.view(-1)[flat_index] = last.reshape(-1)[flat_index] - torch.from_numpy(batch.rows.position)
         first, last = (x.to(self.trunk.device) for x in (first, last))
-        masks = stock_masks(self.trunk.config, lambda window: _visible(first, last, window, ids.shape[1]))
+        masks = _masks(self.trunk.config, lambda window: _visible(first, last, window, ids.shape[1]))
         hidden, routes = self._pass(ids, positions, flat_index, {"attention_mask": masks}, seen)
         return hidden[index(wanted).to(self.trunk.device)], routes
 

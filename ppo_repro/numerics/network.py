@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import numpy as np
 import torch
@@ -36,8 +36,57 @@ from ppo_repro.numerics.sequences import Ragged, Rows, edge_of, index, sums_of
 KEEP_NOTHING, KEEP_INPUTS, KEEP_ALL = constants.KEEP_NOTHING, constants.KEEP_INPUTS, constants.KEEP_ALL
 
 
+CacheT = TypeVar("CacheT")
+
+
+class Passes(Protocol[CacheT]):
+    """Passes of one trunk: `Network` by the kernels, `NativeNetwork` by stock torch.
+
+    Weights may change in place between passes. Each pass uses the current weights.
+    """
+
+    def prepare(self) -> None:
+        """Pack the weights that have changed; call this before `over_cache`."""
+        ...
+
+    def make_cache(self, seats: int, positions: int) -> CacheT:
+        """Return a cache of `seats` seats for `positions` tokens each."""
+        ...
+
+    def copy_prefix(self, cache: CacheT, source: int, target: int, positions: int) -> None:
+        """Copy the keys and values of a seat's first positions to another seat."""
+        ...
+
+    def over_cache(
+        self, batch: Ragged, cache: CacheT, seats: Sequence[int], seen: bool = False
+    ) -> tuple[Tensor, Ints | None]:
+        """Compute tokens whose past is in a cache, and write their keys and values there. Call `prepare` first.
+
+        Args:
+            batch: n new tokens of S sequences, with their positions.
+            seats: the seat of each sequence in the cache [S].
+
+        Returns:
+            Hidden states float32 [n, H]; routes int32 [n, mixtures x chosen], None unless `seen`.
+        """
+        ...
+
+    def over_batch(self, batch: Ragged, wanted: Ints, seen: bool = False) -> tuple[Tensor, Ints | None]:
+        """Compute whole sequences, differentiably.
+
+        Args:
+            batch: n tokens of S sequences.
+            wanted: [r], rising and without repetition.
+
+        Returns:
+            Hidden states [r, H] at `wanted`, float32; routes of all n rows int32 [n, mixtures x chosen], None unless
+            `seen`.
+        """
+        ...
+
+
 class Network:
-    """Passes of one trunk. Weights may change in place between passes. Each pass uses the current weights."""
+    """Passes of one trunk by the kernels."""
 
     def __init__(self, trunk: PreTrainedModel, lowered: Lowered) -> None:
         """Make the structs of the trunk. Raises UserError, which names a setting that the kernels cannot compute."""
@@ -54,7 +103,6 @@ class Network:
         self._spare: Tensor | None = None  # memory of activations that no pass needs now
 
     def prepare(self) -> None:
-        """Pack the weights that have changed; call this before `over_cache`."""
         self.model.prepare()
 
     def forget(self) -> None:
@@ -62,11 +110,9 @@ class Network:
         self.model.forget()
 
     def make_cache(self, seats: int, positions: int) -> Cache:
-        """Return a cache of `seats` seats for `positions` tokens each."""
         return Cache(self.model.struct, seats, positions, self.device)
 
     def copy_prefix(self, cache: Cache, source: int, target: int, positions: int) -> None:
-        """Copy the keys and values of a seat's first positions to another seat."""
         keys, values = pointer(cache.keys, self.device), pointer(cache.values, self.device)
         begin, to = source * cache.each, target * cache.each
         kernels_of(self.device).copy_prefix(self.model.struct, keys, values, cache.capacity, begin, to, positions)
@@ -74,15 +120,6 @@ class Network:
     def over_cache(
         self, batch: Ragged, cache: Cache, seats: Sequence[int], seen: bool = False
     ) -> tuple[Tensor, Ints | None]:
-        """Compute tokens whose past is in a cache, and write their keys and values there. Call `prepare` first.
-
-        Args:
-            batch: n new tokens of S sequences, with their positions.
-            seats: the seat of each sequence in the cache [S].
-
-        Returns:
-            Hidden states float32 [n, H], and routes int32 [n, mixtures x chosen] or None.
-        """
         check_batch(self.model.struct, batch, self.lowered.max_context)
         base = ints(np.asarray(seats) * cache.each)
         kernel_batch = KernelBatch(batch, cache, base=base, seen=self._routes(batch, seen))
@@ -94,15 +131,9 @@ class Network:
         The backward pass adds to `batch.rows.sums`. It raises PromiseBroken if the sequences are not in the order of
         their slots.
 
-        Args:
-            batch: n tokens of S sequences.
-            wanted: [r], rising and without repetition, because a repeated row would lose gradients.
-
         Raises:
-            ValueError: `wanted` does not rise, or nothing receives the gradients of the parameters.
-
-        Returns:
-            Hidden states [r, H] at `wanted`, float32; routes of all n rows int32 [n, mixtures x chosen] or None.
+            ValueError: `wanted` does not rise (a repeated row would lose gradients), or nothing receives the gradients
+                of the parameters.
         """
         check_batch(self.model.struct, batch, self.lowered.max_context)
         if (np.diff(np.asarray(wanted)) <= 0).any():
@@ -175,7 +206,7 @@ class _Hidden(Function):
         return None, None, None, None
 
 
-def network_of(model: PreTrainedModel) -> Network | NativeNetwork:
+def network_of(model: PreTrainedModel) -> Passes[Any]:
     """Return the network that computes a model's trunk: by the kernels if it was lowered, else by stock torch."""
     trunk, lowered = trunk_of(model), lowered_of(model)
     if lowered is None:

@@ -6,37 +6,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Protocol
 
-import torch
 from torch import Tensor, nn
 
 from ppo_repro.base.mode import Mode, is_deterministic_mode
 from ppo_repro.base.processes import SLOTS
 from ppo_repro.base.ranks import ALONE, Ranks
-from ppo_repro.numerics.adamw import AdamW, AdamWSettings, NativeAdamW, OptimizerState
+from ppo_repro.numerics.adamw import AdamW, AdamWSettings, OptimizerState
 from ppo_repro.numerics.gradient_sums import GradientSums
+from ppo_repro.numerics.native_optimizer import NativeAdamW, NativeGradients
 from ppo_repro.numerics.shards import Shards, divided, owned_whole, whole_cuts
 from ppo_repro.numerics.weights import copy_named
-
-
-class NativeGradients:
-    """Gradients of autograd in `.grad`, added over ranks, with the interface of GradientSums."""
-
-    def __init__(self, trained: Mapping[str, Tensor], ranks: Ranks) -> None:
-        self.trained, self.ranks = trained, ranks
-
-    def begin(self) -> None:
-        for parameter in self.trained.values():
-            parameter.grad = None
-
-    release = begin
-
-    def finish(self) -> dict[str, Tensor]:
-        if self.ranks.size > 1:
-            for parameter in self.trained.values():
-                if parameter.grad is None:  # this rank has no sequences
-                    parameter.grad = torch.zeros_like(parameter)
-            self.ranks.add_up([p.grad for p in self.trained.values() if p.grad is not None])
-        return {name: p.grad for name, p in self.trained.items() if p.grad is not None}
 
 
 class Adapter(Protocol):

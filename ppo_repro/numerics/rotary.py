@@ -79,11 +79,11 @@ def _short_factors(rope: dict[str, Any], dim: int) -> Tensor:
 
 def attention_factor(config: PretrainedConfig, rope: dict[str, Any]) -> float:
     """Return the factor of cosines and sines: of `yarn` and `longrope` a function of the longer context, else 1."""
-    kind, given = rope["rope_type"], rope.get("attention_factor")
+    kind, fixed = rope["rope_type"], rope.get("attention_factor")
     if kind not in ("yarn", "longrope"):
         return 1.0
-    if given is not None:
-        return float(given)
+    if fixed is not None:
+        return float(fixed)
     context = rope["original_max_position_embeddings"]
     factor = rope.get("factor") or config.max_position_embeddings / context
     if factor <= 1.0:

@@ -62,6 +62,7 @@ class Ragged:
     start: Ints  # [S + 1], the first row of each sequence, and n
     rows: Rows
     routes: Ints | None = None  # [n, M k] experts of each of M mixtures, rising; None: their routers choose
+    padding: str = "right"  # of rows in native numerics: `right`, `left`, or `none` for one row of all sequences
 
     @property
     def lengths(self) -> Ints:
@@ -118,6 +119,7 @@ def ragged(
     past: Sequence[int] | None = None,
     slots: Ints | None = None,
     routes: Tensor | None = None,
+    padding: str = "right",
 ) -> Ragged:
     """Lay sequences of tokens one after the other.
 
@@ -126,6 +128,7 @@ def ragged(
         past: [S], the position of each sequence's first token; None: 0.
         slots: [S + 1], the slot of each sequence and of the next one; None if no gradient is wanted.
         routes: [N, M k] int32, experts to replay; None: the routers choose.
+        padding: right, left or none; for native numerics.
     """
     lengths = np.array([len(s) for s in sequences])
     first = np.zeros(len(lengths), np.int64) if past is None else np.asarray(past)
@@ -140,6 +143,7 @@ def ragged(
             slots=ints(np.zeros(len(lengths) + 1)) if slots is None else slots,
         ),
         routes=None if routes is None else ints(routes.reshape(int(start[-1]), -1)),
+        padding=padding,
     )
 
 

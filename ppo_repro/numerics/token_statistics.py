@@ -140,8 +140,9 @@ def scoring_statistics(
     """
     logits = logits.detach()
     cumulative = torch.empty(len(logits), device=logits.device)
-    found = _statistics(dense(logits), targets.contiguous(), temperature, mask_on(eligible, logits.device), cumulative)
-    logprobs, entropies = found.logprobs, found.entropies
+    mask = mask_on(eligible, logits.device)
+    statistics = _statistics(dense(logits), targets.contiguous(), temperature, mask, cumulative)
+    logprobs, entropies = statistics.logprobs, statistics.entropies
     if not is_deterministic_mode(mode):
         logprobs, entropies = token_statistics(logits, targets, temperature, eligible, mode)
-    return ScoringStatistics(logprobs, entropies, found.squares, cumulative.cpu())
+    return ScoringStatistics(logprobs, entropies, statistics.squares, cumulative.cpu())

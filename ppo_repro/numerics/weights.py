@@ -18,9 +18,9 @@ def weights_digest(parameters: Iterable[tuple[str, Tensor]]) -> str:
     return digest.hexdigest()[:16]
 
 
-def require_same_names(expected: Iterable[str], found: Iterable[str], what: str) -> None:
+def require_same_names(expected: Iterable[str], actual: Iterable[str], what: str) -> None:
     """Raise ValueError, with the first names, for names that only one side has."""
-    unmatched = sorted(set(expected) ^ set(found))
+    unmatched = sorted(set(expected) ^ set(actual))
     if unmatched:
         more = f" and {len(unmatched) - 3} more" if len(unmatched) > 3 else ""
         raise ValueError(f"one side only has {what} {', '.join(unmatched[:3])}{more}")

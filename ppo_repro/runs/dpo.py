@@ -163,7 +163,7 @@ class DPOExecution(Execution[Epoch]):
         if self.run is None:
             return None
         prepared = self.run.prepared
-        return evaluate(self.run.config, prepared.task, prepared.engine, self.ranks).accuracy
+        return evaluate(self.run.config, prepared.task, prepared.sampler, self.ranks).accuracy
 
 
 @dataclass(frozen=True)

@@ -110,6 +110,6 @@ def sequence_kl(run: RecordedRun, seed: int, ranks: Ranks) -> float:
         answer=tuple(p.answer for p in problems),
         prompt_ids=tuple(ids[p.key] for p in problems),
     )
-    rollout = roll_out(run.config, prepared.task, prepared.engine, prompts, ranks)
+    rollout = roll_out(run.config, prepared.task, prepared.sampler, prompts, ranks)
     forward = score_rollout(prepared.state, rollout, run.config, ranks)
     return mean_of(run_sums(forward.ref_kl, rollout.lengths))

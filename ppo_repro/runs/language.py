@@ -18,7 +18,6 @@ from ppo_repro.base.watcher import Watcher
 from ppo_repro.buffers import Iteration
 from ppo_repro.config.files import LANGUAGE
 from ppo_repro.config.run import ModelFolder, RunConfig
-from ppo_repro.engine import Engine
 from ppo_repro.loop import ppo_iterations
 from ppo_repro.models.folders import named_weights, save_adapter, save_model, save_value_model, write_model
 from ppo_repro.numerics.devices import Card, kernels_of
@@ -35,9 +34,10 @@ from ppo_repro.runs.kind import Execution, Files, RunKind, Tables
 from ppo_repro.runs.notices import with_notices
 from ppo_repro.runs.prepare import Prepared, prepare
 from ppo_repro.runs.starting_point import Start
+from ppo_repro.sampler import Sampler
 from ppo_repro.sampling.faults.sampler import with_faults
 from ppo_repro.sampling.recorded_samples import Recorded
-from ppo_repro.sampling.rollout_engine import EngineContext, own_engine, rollout_engine
+from ppo_repro.sampling.run_sampler import SamplerContext, own_process, run_sampler
 from ppo_repro.stages.coefficients import last_kl
 from ppo_repro.stages.evaluation import evaluate
 
@@ -50,7 +50,7 @@ class LanguageExecution(Execution[Iteration]):
 
     config: RunConfig
     prepared: Prepared
-    engine: Engine
+    sampler: Sampler
     ranks: Ranks
     checkpoints: Checkpoints
     watcher: Watcher
@@ -68,9 +68,9 @@ class LanguageExecution(Execution[Iteration]):
 
     def iterations(self) -> Iterator[Iteration]:
         config, task, state = self.config, self.prepared.task, self.prepared.state
-        end_ids = self.prepared.engine.stop_ids
-        engine = with_faults(config.mismatch, self.engine, state, task.tokenizer, end_ids, self.ranks)
-        items = ppo_iterations(config, task, state, engine, self.ranks)
+        end_ids = self.prepared.sampler.stop_ids
+        sampler = with_faults(config.mismatch, self.sampler, state, task.tokenizer, end_ids, self.ranks)
+        items = ppo_iterations(config, task, state, sampler, self.ranks)
         yield from with_notices(items, config, task.tokenizer, state.policy.config.vocab_size, self.watcher)
 
     def preparation_tables(self) -> Tables:
@@ -88,7 +88,7 @@ class LanguageExecution(Execution[Iteration]):
         return f"score {score:.3f}  {right}approx_kl {last_kl(item.updates):.4f}"
 
     def ending(self, clock: Clock) -> tuple[FinalResults, Tables]:
-        evaluation = evaluate(self.config, self.prepared.task, self.engine, self.ranks)
+        evaluation = evaluate(self.config, self.prepared.task, self.sampler, self.ranks)
         clock.lap("evaluation")
         state, training = self.prepared.state, self.prepared.reward_training
         judged = {} if training is None else {"reward_model_pair_accuracy": training.accuracy_after}
@@ -158,9 +158,9 @@ class LanguageKind(RunKind[RunConfig, Iteration]):
     def open(self, config: RunConfig, run_dir: Path | None, start: Start | None = None) -> Iterator[LanguageExecution]:
         """Open an execution. Raises PromiseBroken if a rank begins with other weights than the first one."""
         with ExitStack() as stack:
-            context = EngineContext(config, run_dir, self.recorded, self.watcher, self.ranks)
+            context = SamplerContext(config, run_dir, self.recorded, self.watcher, self.ranks)
             # started first, so that its mistakes are reported before the minutes of a warm start
-            users_engine = stack.enter_context(own_engine(context))
+            process = stack.enter_context(own_process(context))
             reference = None if start is None else start.reference
             prepared = prepare(config, self.watcher, reference, share=True, ranks=self.ranks)
             state, tokenizer, digests = prepared.state, prepared.task.tokenizer, _task_digests(prepared)
@@ -171,9 +171,9 @@ class LanguageKind(RunKind[RunConfig, Iteration]):
             if start is not None:
                 checkpoint.restore(start.take(), state, digests)
             stack.enter_context(_quick_collections())
-            engine = stack.enter_context(rollout_engine(context, users_engine, prepared.engine, state, tokenizer))
+            sampler = stack.enter_context(run_sampler(context, process, prepared.sampler, state, tokenizer))
             checkpoints = Checkpoints(config, state, tokenizer, digests, is_adapted=prepared.lora is not None)
-            yield LanguageExecution(config, prepared, engine, self.ranks, checkpoints, self.watcher, accuracy)
+            yield LanguageExecution(config, prepared, sampler, self.ranks, checkpoints, self.watcher, accuracy)
 
     def _check_prepared(self, config: RunConfig, prepared: Prepared) -> None:
         """Raise PromiseBroken if the ranks have other weights; warn if an iteration asks a prompt twice."""
@@ -215,7 +215,7 @@ def _task_digests(prepared: Prepared) -> dict[str, str]:
     return {
         PROMPTS: _digest([[(p.key, p.prompt, p.answer, task.prompt_ids[p.key]) for p in some] for some in splits]),
         "held-out prompts": _digest([(p.key, p.prompt, p.messages, p.answer) for p in task.problems.held_out]),
-        "end tokens": _digest(sorted(prepared.engine.stop_ids)),
+        "end tokens": _digest(sorted(prepared.sampler.stop_ids)),
         "tokens of the tokenizer": _digest(sorted(task.tokenizer.get_vocab().items())),
     }
 

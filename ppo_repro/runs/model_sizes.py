@@ -14,8 +14,8 @@ from ppo_repro.config.tasks import RewardModelFolder
 from ppo_repro.models.load import read_model_config
 from ppo_repro.models.lora import choose_layers, shape_of
 from ppo_repro.models.tiny import tiny_config
-from ppo_repro.numerics.description import check_config, plain
-from ppo_repro.numerics.families import CAUSAL_MODELS, CLASSIFIERS, check_visibility, head_of, trunk_of
+from ppo_repro.numerics.description import check_config, check_visibility, plain
+from ppo_repro.numerics.families import CAUSAL_MODELS, CLASSIFIERS, head_of, trunk_of
 from ppo_repro.numerics.lowering import Lowered
 from ppo_repro.numerics.network import KEEP_ALL, KEEP_INPUTS, KEEP_NOTHING
 from ppo_repro.numerics.packed_model import PackedModel

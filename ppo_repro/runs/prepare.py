@@ -1,4 +1,4 @@
-"""Prepare a run from its configuration: task, networks, optimizers, engine."""
+"""Prepare a run from its configuration: task, networks, optimizers, sampler."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Prepared:
 
     task: Task
     state: TrainState
-    engine: BuiltInSampler
+    sampler: BuiltInSampler
     warm_start: tuple[WarmStartStep, ...]  # empty if there was no warm start here
     reward_training: RewardTraining | None  # None unless a reward model was trained here
     lora: Lora | None  # None if all weights of the policy are trained
@@ -148,8 +148,8 @@ def _check_model(config: RunConfig, source: PreTrainedModel) -> None:
         raise UserError(f"rollout.top_k = {config.rollout.top_k}: {tokens}")
 
 
-def _engine(config: RunConfig, state: TrainState, end_tokens: frozenset[int]) -> BuiltInSampler:
-    """Make the built-in engine on the policy as the sampler has it."""
+def _built_in(config: RunConfig, state: TrainState, end_tokens: frozenset[int]) -> BuiltInSampler:
+    """Make the built-in sampler on the policy, or on the policy's copy for the sampler."""
     layout = config.layout
     return BuiltInSampler(
         state.sampler or state.policy,
@@ -219,4 +219,4 @@ def prepare(
     as_received = partial(received, config.mismatch.trainer, tokenizer=tokenizer)
     task = Task(problems, ids, judge, reward_model, tokenizer, environment, functions, as_received)
     state, lora = train_state(config, source, reward_model, share, ranks)
-    return Prepared(task, state, _engine(config, state, ends), steps, reward_training, lora)
+    return Prepared(task, state, _built_in(config, state, ends), steps, reward_training, lora)

@@ -14,7 +14,6 @@ from ppo_repro.base.processes import SLOTS
 from ppo_repro.base.seeding import permutation
 from ppo_repro.buffers import WarmStartStep
 from ppo_repro.config.run import NumericsConfig, TinyModel
-from ppo_repro.engine import Request, Sampling
 from ppo_repro.models.batches import lay_out
 from ppo_repro.models.networks import make_policy, policy_logits
 from ppo_repro.numerics.adamw import AdamWSettings
@@ -22,6 +21,7 @@ from ppo_repro.numerics.optimizer import Optimizer
 from ppo_repro.numerics.sequences import slots_of
 from ppo_repro.numerics.sums import mean_of
 from ppo_repro.numerics.token_statistics import token_statistics
+from ppo_repro.sampler import Request, Sampling
 from ppo_repro.sampling.built_in import BuiltInSampler
 from ppo_repro.tasks.problems import Problem
 
@@ -48,11 +48,11 @@ def _cross_entropy_step(
     return mean_of(losses[0]), grad_norm
 
 
-def _accuracy(engine: BuiltInSampler, pairs: Sequence[Pair]) -> float:
+def _accuracy(sampler: BuiltInSampler, pairs: Sequence[Pair]) -> float:
     """Return the share of prompts whose greedy response equals the answer, token for token."""
     longest = max(len(answer) for _, answer in pairs)
     requests = [Request(tuple(prompt), 0) for prompt, _ in pairs]
-    completions = engine.generate(requests, Sampling(1.0, 0, 1.0, longest, greedy=True))
+    completions = sampler.generate(requests, Sampling(1.0, 0, 1.0, longest, greedy=True))
     hits = [list(c.response_ids) == answer for c, (_, answer) in zip(completions, pairs, strict=True)]
     return sum(hits) / len(hits)
 
@@ -94,7 +94,7 @@ def warm_start(
     settings = AdamWSettings(learning_rate=config.warm_start_learning_rate, beta2=0.98, weight_decay=0.01)
     optimizer = Optimizer(policy, settings, numerics.mode)
     pairs, stop = _pairs(problems, tokenizer), frozenset([tokenizer.eos_token_id])
-    engine = BuiltInSampler(policy, stop, numerics.mode, numerics.max_context, CHECK_PROMPTS, 0)
+    sampler = BuiltInSampler(policy, stop, numerics.mode, numerics.max_context, CHECK_PROMPTS, 0)
     minibatches = _minibatches(pairs, min(config.warm_start_batch_size, len(pairs)), seed)
     steps: list[WarmStartStep] = []
     step, end = 0, config.warm_start_steps
@@ -105,7 +105,7 @@ def warm_start(
         loss, grad_norm = _cross_entropy_step(policy, optimizer, minibatch, numerics.mode)
         step += 1
         due = step % CHECK_EVERY == 0 and step + COOL_DOWN < end
-        accuracy = _accuracy(engine, pairs[:CHECK_PROMPTS]) if due else None
+        accuracy = _accuracy(sampler, pairs[:CHECK_PROMPTS]) if due else None
         if accuracy is not None and accuracy >= config.warm_start_accuracy:
             end = step + COOL_DOWN
         steps.append(

@@ -1,1 +1,1 @@
-"""Sample for a run: by the built-in engine, SGLang, the user's class or recorded samples, with deliberate faults."""
+"""Sample for a run: by the built-in sampler, SGLang, the user's class or recorded samples, with deliberate faults."""

@@ -1,4 +1,4 @@
-"""Sample with the built-in engine: seat requests, sample a token of each seated request, and end completions.
+"""Sample with the built-in sampler: seat requests, sample a token of each seated request, and end completions.
 
 `seats.py` computes the logits, and `draw.py` samples from them.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -14,8 +15,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ppo_repro.base.mode import Mode
-from ppo_repro.engine import Completion, Dialogue, Request, Sampling, check_request
 from ppo_repro.numerics.families import routers
+from ppo_repro.sampler import Completion, Request, Sampling, check_request
 from ppo_repro.sampling.draw import sample
 from ppo_repro.sampling.seats import Sampled, Seated, Seats
 
@@ -52,43 +53,23 @@ class RequestQueue:
         self._free.append(item.seat)
 
 
+@dataclass(eq=False)
 class BuiltInSampler:
     """Samples with the weights that the policy has at a call. No keys and values stay after the call."""
 
-    def __init__(
-        self,
-        policy: PreTrainedModel,
-        stop_ids: frozenset[int],
-        mode: Mode,
-        max_context: int,
-        seats: int,
-        prefill_chunk: int,
-        prefix_cache: bool = True,
-        live: PreTrainedModel | None = None,
-        disturb: LogitsHook = unchanged,
-    ) -> None:
-        """Make an engine for a policy whose weights may change between calls.
-
-        Args:
-            max_context: tokens of the longest prompt and response together.
-            seats: number of sequences at the same time.
-            prefill_chunk: tokens of a prompt in one pass, 0 for all.
-            prefix_cache: whether prompts reuse the keys and values of a shared prefix.
-            live: the trained model, if `policy` is its copy in another dtype; each call first rounds the live weights
-                into the copy. None if `policy` is the trained model.
-            disturb: changes logits before a token is sampled from them; only deliberate faults need it.
-        """
-        self.policy, self.stop_ids, self.mode = policy, stop_ids, mode
-        self.max_context, self.seats = max_context, seats
-        self.prefill_chunk = prefill_chunk or max_context
-        self.prefix_cache = prefix_cache
-        self.live, self.disturb = live, disturb
+    policy: PreTrainedModel
+    stop_ids: frozenset[int]
+    mode: Mode
+    max_context: int  # tokens of the longest prompt and response together
+    seats: int  # number of sequences at the same time
+    prefill_chunk: int  # tokens of a prompt in one pass, 0 for all
+    prefix_cache: bool = True  # whether prompts reuse the keys and values of a shared prefix
+    live: PreTrainedModel | None = None  # the trained model, if `policy` is its copy in another dtype
+    disturb: LogitsHook = unchanged  # changes logits before a token is sampled from them; only faults need it
 
     @torch.no_grad()
-    def generate(
-        self, requests: Sequence[Request], sampling: Sampling, dialogue: Dialogue | None = None
-    ) -> list[Completion]:
-        if self.live is not None:
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
+        if self.live is not None:  # round its weights into the copy
             for name, parameter in self.policy.named_parameters():
                 parameter.copy_(self.live.get_parameter(name))
         for request in requests:
@@ -100,18 +81,18 @@ class BuiltInSampler:
         while batch := queue.next_batch():
             self._sample(batch, seats.logits_after(batch), sampling)
             for item in batch:
-                if reason := self._end_or_reply(item, sampling, dialogue):
+                if reason := self._end_or_reply(item, sampling):
                     done[item.index] = _completion(item, reason, seats.release(item))
                     queue.finish(item)
         return [done[index] for index in range(len(requests))]
 
-    def _end_or_reply(self, item: Seated, sampling: Sampling, dialogue: Dialogue | None) -> str:
+    def _end_or_reply(self, item: Seated, sampling: Sampling) -> str:
         """Return why the completion ends; if it continues, add the environment's reply, if any, and return ""."""
-        at_limit = len(item.tokens) == sampling.max_response_tokens
+        dialogue, at_limit = item.request.dialogue, len(item.tokens) == sampling.max_response_tokens
         reason = "stop" if item.tokens[-1] in self.stop_ids else "length" if at_limit else ""
         if dialogue is None or (reason != "stop" and not dialogue.ends(item.turns[-1])):
             return reason
-        reply = dialogue.reply(item.index, item.turns)
+        reply = dialogue.reply(item.turns)
         if reply is None:
             return "stop"
         if len(item.tokens) + len(reply) >= sampling.max_response_tokens:
@@ -141,8 +122,6 @@ def _completion(item: Seated, reason: str, routes: Tensor | None) -> Completion:
         log_kept_mass=log_kept_mass,
         kept_tokens=kept_tokens,
         finish_reason=reason,
-        server=None,
-        latency=None,
         episode_ids=tuple(item.tokens),
         is_forced=tuple(item.is_forced),
         routes=routes,

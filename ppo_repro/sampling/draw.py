@@ -1,7 +1,7 @@
 """Draw tokens: a token is a pure function of (logits, seed, position).
 
 The method is Gumbel-max. Its noise is a hash of seed, position and token (`numerics/definition/sampling.py`), as in
-SGLang's seeded sampler: equal logits give equal tokens in both engines, whatever else is in the batch.
+SGLang's seeded sampler: equal logits give equal tokens in both samplers, whatever else is in the batch.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from ppo_repro.base.mode import Mode, is_deterministic_mode
-from ppo_repro.engine import Sampling
 from ppo_repro.numerics.logit_rows import require_finite
 from ppo_repro.numerics.token_sampling import cut_tokens, pack_bits, sample_tokens
 from ppo_repro.numerics.token_statistics import token_statistics
+from ppo_repro.sampler import Sampling
 
 
 @dataclass(frozen=True)
@@ -39,16 +39,16 @@ def sample(logits: Tensor, seeds: Tensor, positions: Tensor, sampling: Sampling,
         positions: [n] int64, of the last input token.
     """
     temperature = sampling.temperature
-    eligible, kept, log_kept_mass = None, None, torch.zeros(len(logits))
+    eligible, cut, log_kept_mass = None, None, torch.zeros(len(logits))
     packed = torch.empty(len(logits), 0, dtype=torch.uint8)
     if sampling.cuts:
         eligible, rank, log_kept_mass = cut_tokens(_divided(logits, temperature), sampling.top_k, sampling.top_p)
-        kept, packed = (eligible, rank), pack_bits(eligible)
+        cut, packed = (eligible, rank), pack_bits(eligible)
     if sampling.greedy:
         require_finite(logits)
         tokens = first_argmax(_divided(logits, temperature)).cpu()
     else:
-        tokens, logprobs = sample_tokens(logits, seeds, positions, temperature, kept)
+        tokens, logprobs = sample_tokens(logits, seeds, positions, temperature, cut)
     if sampling.greedy or sampling.cuts or not is_deterministic_mode(mode):
         logprobs, _ = token_statistics(logits, tokens, temperature, eligible, mode)
     return DrawnTokens(tokens, logprobs, log_kept_mass, packed)

@@ -1,6 +1,6 @@
 """Read the samples of recorded iterations, for a run that is resumed or repeated.
 
-A user's engine promises no bits, so it cannot sample the same tokens again. The run reads the engine's samples from the
+The user's class promises no bits, so it cannot sample the same tokens again. The run reads the samples from the
 records, and computes again everything that follows from the samples.
 """
 
@@ -12,9 +12,9 @@ from pathlib import Path
 
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.ranks import Ranks
-from ppo_repro.engine import Completion, Dialogue, Engine, Request, Sampling
 from ppo_repro.models.state import TrainState
 from ppo_repro.records import reader
+from ppo_repro.sampler import Completion, Request, Sampler, Sampling
 
 
 @dataclass(frozen=True)
@@ -27,18 +27,16 @@ class Recorded:
 
 @dataclass(frozen=True)
 class RecordedSampler:
-    """Returns the recorded samples of recorded iterations, and samples with `engine` after them."""
+    """Returns the recorded samples of recorded iterations, and samples with `sampler` after them."""
 
     recorded: Recorded
     state: TrainState  # has the number of the present iteration
-    engine: Engine
+    sampler: Sampler
     ranks: Ranks  # the first process reads the records
 
-    def generate(
-        self, requests: Sequence[Request], sampling: Sampling, dialogue: Dialogue | None = None
-    ) -> list[Completion]:
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         if sampling.greedy or self.state.iteration >= self.recorded.iterations:
-            return self.engine.generate(requests, sampling, dialogue)
+            return self.sampler.generate(requests, sampling)
         by_seed = self.ranks.first(_recorded_completions, self.recorded.run_dir, self.state.iteration)
         try:
             return [by_seed[request.seed, request.prompt_ids] for request in requests]

@@ -1,4 +1,4 @@
-"""Check the responses of engines in other processes. The child of a user's engine imports this file: no torch here."""
+"""Check the responses of samplers in other processes. The child of a user's class imports this file: no torch here."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ONE_EACH = "one (ids, logprobs, finish_reason) for each prompt"
 
 
 @dataclass(frozen=True)
-class EngineSampling:
+class UncutSampling:
     """Distribution to sample from: softmax(logits / temperature) over the whole vocabulary, without top-k and top-p."""
 
     temperature: float
@@ -23,7 +23,7 @@ class EngineSampling:
     vocab_size: int  # of the model; an id is below it
 
 
-def checked_responses(value: Any, prompts: int, sampling: EngineSampling) -> list[Response]:
+def checked_responses(value: Any, prompts: int, sampling: UncutSampling) -> list[Response]:
     """Return the responses of `generate` as plain data. Lists may be tuples, arrays or tensors.
 
     Raises RefusedError, with the fault, for the first wrong response.
@@ -42,10 +42,10 @@ def checked_responses(value: Any, prompts: int, sampling: EngineSampling) -> lis
     return checked
 
 
-def checked_response(response: Any, sampling: EngineSampling) -> Response:
+def checked_response(response: Any, sampling: UncutSampling) -> Response:
     """Return one response as plain data. Raises RefusedError, with the fault, for a wrong one.
 
-    A response that ends with an end token gets the finish reason `stop`, even at the length limit, where some engines
+    A response that ends with an end token gets the finish reason `stop`, even at the length limit, where some samplers
     return `length`.
     """
     response = _plain(response)
@@ -61,7 +61,7 @@ def checked_response(response: Any, sampling: EngineSampling) -> Response:
     return list(ids), [float(number) for number in logprobs], _finish_reason(reason, ids, sampling)
 
 
-def _check_ids(ids: Sequence[Any], sampling: EngineSampling) -> None:
+def _check_ids(ids: Sequence[Any], sampling: UncutSampling) -> None:
     limit, last = sampling.max_response_tokens, sampling.vocab_size - 1
     if not 1 <= len(ids) <= limit:
         raise RefusedError(f"{len(ids)} ids; must be 1 to rollout.max_response_tokens = {limit}")
@@ -84,7 +84,7 @@ def _check_logprobs(logprobs: Sequence[Any], tokens: int) -> None:
             )
 
 
-def _finish_reason(reason: Any, ids: Sequence[int], sampling: EngineSampling) -> str:
+def _finish_reason(reason: Any, ids: Sequence[int], sampling: UncutSampling) -> str:
     if reason not in ("stop", "length"):
         raise RefusedError(f"the finish reason {shown_value(reason)}; must be 'stop' or 'length'")
     limit, ended = sampling.max_response_tokens, ids[-1] in sampling.end_ids

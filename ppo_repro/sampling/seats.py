@@ -9,18 +9,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ppo_repro.engine import Request
 from ppo_repro.numerics.families import mixture_layers, trunk_of
 from ppo_repro.numerics.interface import ints
 from ppo_repro.numerics.network import logits, network_of
 from ppo_repro.numerics.sequences import index, ragged
+from ppo_repro.sampler import Request
 
 
 def _keys(tokens: Sequence[int]) -> list[int]:
@@ -130,11 +130,12 @@ class Seats:
         Args:
             policy: in deterministic or native numerics; its weights may not change any more.
             max_context: tokens of a seat.
-            prefill_chunk: tokens of a prompt in one pass.
+            prefill_chunk: tokens of a prompt in one pass, 0 for all.
             routes: whether to note the experts of each token.
         """
-        self._policy, self._prefill_chunk, self._prefix_cache = policy, prefill_chunk, prefix_cache
-        self._network: Any = network_of(trunk_of(policy))
+        self._policy, self._prefix_cache = policy, prefix_cache
+        self._prefill_chunk = prefill_chunk or max_context
+        self._network = network_of(trunk_of(policy))
         self._network.prepare()
         self._cache = self._network.make_cache(count, max_context)
         self._prefixes = PrefixIndex()
@@ -146,7 +147,7 @@ class Seats:
         """Return the logits [len(batch), V] after requests that are all new, all answered, or all neither."""
         first = batch[0]
         if not first.is_new and not first.is_answered:
-            return self._decode(batch)
+            return logits(self._policy, self._forward(batch, [(item.tokens[-1],) for item in batch]))
         if not self._prefix_cache:
             for item in batch:
                 item.computed = 0
@@ -204,10 +205,6 @@ class Seats:
                 rows.update(zip((items[row] for row in ends), of_ends, strict=True))
             items = [item for item in items if item.computed < len(item.context)]
         return rows
-
-    def _decode(self, batch: list[Seated]) -> Tensor:
-        """Compute the last token of each completion, and return the logits [len(batch), V] after it."""
-        return logits(self._policy, self._forward(batch, [(item.tokens[-1],) for item in batch]))
 
     def _forward(self, items: list[Seated], chunks: Sequence[tuple[int, ...]]) -> Tensor:
         """Compute the next tokens of each request, and return the hidden states [R, H] of the last token of each."""

@@ -5,15 +5,15 @@ from __future__ import annotations
 from ppo_repro.base.ranks import Ranks
 from ppo_repro.buffers import Evaluation
 from ppo_repro.config.run import RunConfig
-from ppo_repro.engine import Engine
+from ppo_repro.sampler import Sampler
 from ppo_repro.stages.rewards import judge, sample_of
 from ppo_repro.stages.rollout import Task, generate, known, sampling_of
 
 
-def evaluate(config: RunConfig, task: Task, engine: Engine, ranks: Ranks) -> Evaluation:
+def evaluate(config: RunConfig, task: Task, sampler: Sampler, ranks: Ranks) -> Evaluation:
     """Sample greedy responses to the held-out prompts, and judge them."""
     problems = task.problems.held_out
-    answers = generate(task, engine, problems, sampling_of(config, greedy=True), [0] * len(problems), ranks)
+    answers = generate(task, sampler, problems, sampling_of(config, greedy=True), [0] * len(problems), ranks)
     completions = [answer.completion for answer in answers]
     episodes = known("episodes", [answer.episode for answer in answers])
     samples = [

@@ -14,8 +14,8 @@ from ppo_repro.base.ranks import Ranks
 from ppo_repro.base.seeding import sample_seed
 from ppo_repro.buffers import Episode, Prompts, Rollout, Spans
 from ppo_repro.config.run import RunConfig
-from ppo_repro.engine import Completion, Engine, Request, Sampling
-from ppo_repro.tasks.dialogue import Conversations, Environment
+from ppo_repro.sampler import Completion, Request, Sampler, Sampling
+from ppo_repro.tasks.dialogue import Conversation, Environment
 from ppo_repro.tasks.problems import Problem, Split, choose
 from ppo_repro.tasks.rewards import Judge
 from ppo_repro.tasks.tokenizer import decode, spans
@@ -93,7 +93,7 @@ class Answered:
 
 def generate(
     task: Task,
-    engine: Engine,
+    sampler: Sampler,
     problems: Sequence[Problem],
     sampling: Sampling,
     seeds: Sequence[int],
@@ -104,23 +104,20 @@ def generate(
     Each rank generates some answers, with the environment's turns, and returns all answers.
     """
     mine = ranks.mine(len(problems))
-    requests = [Request(task.prompt_ids[problems[i].key], seeds[i]) for i in mine]
     environment = task.environment
-    if environment.step is None and not environment.stop:
-        return ranks.gather([Answered(c, _text(task, c), None) for c in engine.generate(requests, sampling)])
-    conversations = Conversations(environment, [problems[i] for i in mine])
+    is_one_turn = environment.step is None and not environment.stop
+    conversations = [None if is_one_turn else Conversation(environment, problems[i]) for i in mine]
+    prompts = zip(mine, conversations, strict=True)
+    requests = [Request(task.prompt_ids[problems[i].key], seeds[i], conversation) for i, conversation in prompts]
     answers = []
-    for index, c in enumerate(engine.generate(requests, sampling, conversations)):
-        if environment.step is None:
-            answers.append(Answered(c, _text(task, c), None))
+    for c, conversation in zip(sampler.generate(requests, sampling), conversations, strict=True):
+        if conversation is None or environment.step is None:
+            text = decode(task.tokenizer, c.response_ids) if c.encoded_again is None else c.encoded_again.text
+            answers.append(Answered(c, text, None))
         else:
-            episode = Episode(c.episode_ids, c.is_forced, conversations.turns_of(index, c))
+            episode = Episode(c.episode_ids, c.is_forced, conversation.turns_of(c))
             answers.append(Answered(c, decode(task.tokenizer, episode.ids), episode))
     return ranks.gather(answers)
-
-
-def _text(task: Task, completion: Completion) -> str:
-    return decode(task.tokenizer, completion.response_ids) if completion.text is None else completion.text
 
 
 def known(name: str, values: Sequence[T | None]) -> tuple[T, ...] | None:
@@ -128,16 +125,17 @@ def known(name: str, values: Sequence[T | None]) -> tuple[T, ...] | None:
     present = tuple(value for value in values if value is not None)
     if present and len(present) < len(values):
         raise ValueError(
-            f"{name}: the engine has it for {len(present)} of {len(values)} responses; must be all or none"
+            f"{name}: the sampler has it for {len(present)} of {len(values)} responses; must be all or none"
         )
     return present or None
 
 
-def roll_out(config: RunConfig, task: Task, engine: Engine, prompts: Prompts, ranks: Ranks) -> Rollout:
+def roll_out(config: RunConfig, task: Task, sampler: Sampler, prompts: Prompts, ranks: Ranks) -> Rollout:
     """Sample one response to every prompt. Each process samples a part, and every process returns all responses."""
     problems = [task.problems.by_key[key] for key in prompts.prompt_key]
-    answers = generate(task, engine, problems, sampling_of(config), prompts.seed, ranks)
+    answers = generate(task, sampler, problems, sampling_of(config), prompts.seed, ranks)
     completions = [answer.completion for answer in answers]
+    encoded_again = known("encoded_again", [c.encoded_again for c in completions])
     return Rollout(
         prompts=prompts,
         response_ids=torch.tensor([token for c in completions for token in c.response_ids], dtype=torch.int64),
@@ -153,8 +151,8 @@ def roll_out(config: RunConfig, task: Task, engine: Engine, prompts: Prompts, ra
         spans=tuple(_spans(task, answer) for answer in answers),
         episodes=known("episodes", [answer.episode for answer in answers]),
         rollout_policy_versions=known("policy_versions", [c.policy_versions for c in completions]),
-        sampled_ids=known("sampled_ids", [c.sampled_ids for c in completions]),
-        is_as_sampled=known("is_as_sampled", [c.is_as_sampled for c in completions]),
+        sampled_ids=None if encoded_again is None else tuple(encoded.sampled_ids for encoded in encoded_again),
+        is_as_sampled=None if encoded_again is None else tuple(encoded.is_as_sampled for encoded in encoded_again),
         routes=known("routes", [c.routes for c in completions]),
     )
 

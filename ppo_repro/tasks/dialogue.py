@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from ppo_repro.base.errors import FunctionFailed, UserError
 from ppo_repro.base.output import say, shown
 from ppo_repro.config.tasks import TaskConfig
-from ppo_repro.engine import Completion
+from ppo_repro.sampler import Completion
 from ppo_repro.tasks.problems import FIELD, Problem, row_of
 from ppo_repro.tasks.templates import chat_of, control_tokens_of, rendered_for
 from ppo_repro.tasks.tokenizer import decode, full_text, token_ids
@@ -57,14 +57,14 @@ class Environment:
         self.has_warned = False
 
 
-class Conversations:
-    """Environment's turns in some requests. `said` has the environment's texts by the index of the request."""
+class Conversation:
+    """The environment's turns in one episode."""
 
-    def __init__(self, environment: Environment, problems: Sequence[Problem]) -> None:
-        """Begin the episodes of some prompts, `problems`."""
-        self.environment, self.problems = environment, problems
-        self.said: dict[int, list[str]] = {}
-        self._put: dict[int, list[tuple[int, ...]]] = {}  # the tokens of the environment's texts
+    def __init__(self, environment: Environment, problem: Problem) -> None:
+        """Begin the episode of a prompt."""
+        self.environment, self.problem = environment, problem
+        self._said: list[str] = []  # the environment's texts
+        self._put: list[tuple[int, ...]] = []  # and their tokens
 
     def ends(self, turn: Sequence[int]) -> bool:
         """Return whether the last token of a turn completes a stop text.
@@ -81,26 +81,25 @@ class Conversations:
                 text = self._decoded(turn[-count - more :])
         return any(ending in text for ending in stop)
 
-    def reply(self, index: int, turns: Sequence[Sequence[int]]) -> tuple[int, ...] | None:
+    def reply(self, turns: Sequence[Sequence[int]]) -> tuple[int, ...] | None:
         """Call `step` and encode its text; None if the episode ends.
 
         Raises FunctionFailed if `step` fails or has no room.
         """
         try:
-            return self._reply(index, turns)
+            return self._reply(turns)
         except UserError as error:
             raise FunctionFailed(str(error), FIELD) from error
 
-    def _reply(self, index: int, turns: Sequence[Sequence[int]]) -> tuple[int, ...] | None:
+    def _reply(self, turns: Sequence[Sequence[int]]) -> tuple[int, ...] | None:
         environment, step = self.environment, self.environment.step
         if step is None:
             return None
-        problem, said = self.problems[index], self.said.setdefault(index, [])
-        where, of_prompt = step.where, f"prompt key '{shown(problem.key)}'"
+        where, of_prompt = step.where, f"prompt key '{shown(self.problem.key)}'"
         spoken = [self._decoded(turn) for turn in turns]
         # model and environment alternate; the model has the first and the last turn
-        texts = [text for pair in zip(spoken, [*said, ""], strict=True) for text in pair][:-1]
-        (text,) = step([row_of(problem, texts)])
+        texts = [text for pair in zip(spoken, [*self._said, ""], strict=True) for text in pair][:-1]
+        (text,) = step([row_of(self.problem, texts)])
         if text is None:
             return None
         task, longest = environment.task, environment.max_response_tokens
@@ -110,7 +109,7 @@ class Conversations:
                 f"{of_prompt}; let it return None by then, or raise the limit"
             )
         environment.refuse(f"{where}: step returned a text for {of_prompt} that", text)
-        said.append(text)
+        self._said.append(text)
         before, after = environment.around
         ids = token_ids(environment.tokenizer, f"{before}{text}{after}", add_special_tokens=False)
         if before and ids[:1] == (turns[-1][-1],):  # the token that ends the model's turn, if the model has sampled it
@@ -122,20 +121,19 @@ class Conversations:
             )
         if not ids:
             raise UserError(f"{where}: step returned {text!r}, which has no tokens; return None to end it")
-        put = self._put.setdefault(index, [])
-        put.append(ids)
+        self._put.append(ids)
         if environment.has_template and not environment.has_warned:
-            episode = [token for pair in zip(turns, put, strict=True) for ids_ in pair for token in ids_]
-            self._compare(problem, episode, [*texts, text])
+            episode = [token for pair in zip(turns, self._put, strict=True) for ids_ in pair for token in ids_]
+            self._compare(episode, [*texts, text])
         return ids
 
-    def _compare(self, problem: Problem, episode: Sequence[int], texts: Sequence[str]) -> None:
+    def _compare(self, episode: Sequence[int], texts: Sequence[str]) -> None:
         """Warn once, with both texts, if the template renders the turns so far differently from the episode's tokens.
 
         A template may trim a text, or leave out earlier thoughts. The tokens of the episode do not change.
         """
         task, tokenizer = self.environment.task, self.environment.tokenizer
-        chat = chat_of(task, problem)
+        chat = chat_of(task, self.problem)
         turns = [{"role": "user" if i % 2 else "assistant", "content": text} for i, text in enumerate(texts)]
         before, whole = map(self._read, rendered_for(task, tokenizer, [chat, [*chat, *turns]]))
         ours, theirs = full_text(tokenizer, episode), whole.removeprefix(before)
@@ -145,7 +143,7 @@ class Conversations:
         same = next(i for i, (a, b) in enumerate(zip_longest(ours, theirs)) if a != b)
         parts = [repr(text[max(0, same - 20) : same + 20]) for text in (ours, theirs)]
         say(
-            f"warning: task.chat_template: for prompt key '{shown(problem.key)}' the tokens of the episode read "
+            f"warning: task.chat_template: for prompt key '{shown(self.problem.key)}' the tokens of the episode read "
             f"{parts[0]} where the tokenizer's template has {parts[1]}; the model is trained on these tokens"
         )
 
@@ -156,9 +154,9 @@ class Conversations:
     def _decoded(self, ids: Sequence[int]) -> str:
         return decode(self.environment.tokenizer, ids, self.environment.spelled)
 
-    def turns_of(self, index: int, completion: Completion) -> tuple[str, ...]:
+    def turns_of(self, completion: Completion) -> tuple[str, ...]:
         """Return the texts of all turns of a completion, from the model's first turn on."""
         pairs = zip(completion.episode_ids, completion.is_forced, strict=True)
         pieces = [(forced, [token for token, _ in group]) for forced, group in groupby(pairs, key=lambda pair: pair[1])]
-        replies = iter(self.said.get(index, ()))
+        replies = iter(self._said)
         return tuple(next(replies) if forced else self._decoded(ids) for forced, ids in pieces)

@@ -174,9 +174,9 @@ def encode_all(
     """Encode every prompt; return the problems whose prompts fit, and the token ids of their prompts by key.
 
     `task.overlong` says whether a prompt that is too long is dropped. Raises UserError, with its key, for the first
-    prompt that the engine cannot serve.
+    prompt that the sampler cannot serve.
     """
-    from ppo_repro.engine import Request, Sampling, TooLongError, check_request
+    from ppo_repro.sampler import Request, Sampling, TooLongError, check_request
 
     sampling = Sampling(1.0, 0, 1.0, config.rollout.max_response_tokens)
     every, ids, dropped = [*problems.train, *problems.held_out], dict[str, Ids](), set[str]()

@@ -1,7 +1,6 @@
 """Main program of the child process in which a user's functions run.
 
-Requests and replies are JSON objects on a connection to the run. A reply has a `value`, or in `error` one line for the
-user. The process starts fast: it imports torch and NumPy only if a file of the user imports them.
+The process starts fast: it imports torch and NumPy only if a file of the user imports them.
 """
 
 from __future__ import annotations
@@ -9,13 +8,12 @@ from __future__ import annotations
 import functools
 import inspect
 import io
-import json
 import os
 import random
 import resource
 import signal
 import sys
-from collections.abc import Awaitable, Iterable, Mapping
+from collections.abc import Awaitable, Iterable
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -24,8 +22,9 @@ from typing import Any
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.interrupts import ends_with_parent
 from ppo_repro.base.output import shown, visible
-from ppo_repro.user.conventions import CALLS, CallRow, Function, check_signature
+from ppo_repro.user.conventions import CALLS, Function, check_signature
 from ppo_repro.user.file import RefusedError, begin_of, described, execute, line_of, not_loaded, uncopied
+from ppo_repro.user.messages import CallFunction, CallRow, LoadFile, Reply, encoded, read_request
 
 Loaded = dict[tuple[str, str], Function]  # by field of the configuration and name
 
@@ -52,19 +51,19 @@ def _loop() -> Any:
     return asyncio.Runner()
 
 
-def _load(functions: Loaded, field: str, file: str, calls: Mapping[str, str], folder: str) -> dict[str, str]:
+def _load(functions: Loaded, request: LoadFile) -> dict[str, str]:
     """Execute the file and add its functions in `calls` to `functions`; return `:LINE` of each, "" if it is unknown."""
-    os.chdir(folder)  # another file may have changed the current folder
-    before = set(sys.modules)
-    module, lines = execute(Path(file)), {}
+    os.chdir(request.folder)  # another file may have changed the current folder
+    field, file, before = request.field, Path(request.file), set(sys.modules)
+    module, lines = execute(file), {}
     for other in uncopied(before):
         print(f"warning: {field}: imports {other}, which is not copied: a rerun elsewhere lacks it", file=sys.stderr)
-    for name, call in calls.items():
+    for name, call in request.calls.items():
         function = getattr(module, name, None)
         if function is None:
             continue
         check_signature(name, function, call)
-        lines[name] = begin_of(function, Path(file))
+        lines[name] = begin_of(function, file)
         functions[field, name] = _awaited(function)
     return lines
 
@@ -78,48 +77,48 @@ def seed_generators(seed: int) -> None:
         sys.modules["torch"].manual_seed(seed)
 
 
-def _loaded(functions: Loaded, request: dict[str, Any]) -> dict[str, object]:
+def _loaded(functions: Loaded, request: LoadFile) -> Reply:
     try:
-        return {"value": _load(functions, **request)}
+        return Reply(_load(functions, request))
     except RefusedError as error:
-        return {"error": f"{request['field']}: {request['file']}: {error}"}
+        return Reply(error=f"{request.field}: {request.file}: {error}")
     except BaseException as error:  # SystemExit of the user's code included
-        return {"error": not_loaded(request["field"], request["file"], error)}
+        return Reply(error=not_loaded(request.field, request.file, error))
 
 
-def _called(functions: Loaded, request: dict[str, Any], row: CallRow) -> dict[str, object]:
+def _called(functions: Loaded, request: CallFunction, row: CallRow) -> Reply:
     prompt = f"; prompt key '{shown(row['key'])}'" if "key" in row else ""
-    field, file, name, line = (request[part] for part in ("field", "file", "name", "line"))
+    field, file, name, line = request.field, request.file, request.name, request.line
     try:
-        seed_generators(request["seed"])
-        return {"value": CALLS[request["call"]].call(functions[field, name], row, request["options"])}
+        seed_generators(request.seed)
+        return Reply(CALLS[request.call].call(functions[field, name], row, request.options))
     except UserError as error:  # raised by a file of this package
-        return {"error": str(error)}
+        return Reply(error=str(error))
     except RefusedError as error:
-        return {"error": f"{field}: {file}{line}: {name} {error}{prompt}"}
+        return Reply(error=f"{field}: {file}{line}: {name} {error}{prompt}")
     except BaseException as error:  # SystemExit and KeyboardInterrupt of the user's code included
         raised = f"{described(error, file)}{_advice(error, request)}"
-        return {"error": f"{field}: {file}{line_of(error, file) or line}: {name} raised {raised}{prompt}"}
+        return Reply(error=f"{field}: {file}{line_of(error, file) or line}: {name} raised {raised}{prompt}")
 
 
-def _advice(error: BaseException, request: dict[str, Any]) -> str:
+def _advice(error: BaseException, request: CallFunction) -> str:
     """Return what completions are, after an error that a function of TRL raises if it expects the other kind."""
-    if not request["call"].startswith("trl") or not isinstance(error, TypeError | AttributeError):
+    if not request.call.startswith("trl") or not isinstance(error, TypeError | AttributeError):
         return ""
     kinds = "texts", "lists of chat messages"
-    is_chat = request["options"]["conversational"]
+    is_chat = request.options["conversational"]
     return f"; completions are {kinds[is_chat]}, with conversational: {str(not is_chat).lower()} {kinds[not is_chat]}"
 
 
-def _answers(functions: Loaded, request: dict[str, Any]) -> Iterable[dict[str, object]]:
-    """Yield the reply to each row, up to the first error."""
-    if "calls" in request:
+def _replies(functions: Loaded, request: LoadFile | CallFunction) -> Iterable[Reply]:
+    """Yield the replies to a request, up to the first error."""
+    if isinstance(request, LoadFile):
         yield _loaded(functions, request)
         return
-    for row in request["rows"]:
+    for row in request.rows:
         reply = _called(functions, request, row)
         yield reply
-        if "error" in reply:
+        if reply.error is not None:
             return
 
 
@@ -155,8 +154,8 @@ def main() -> None:
     functions: Loaded = {}
     with suppress(EOFError):
         while True:
-            for reply in _answers(functions, json.loads(connection.recv_bytes())):
+            for reply in _replies(functions, read_request(connection.recv_bytes())):
                 for stream in (sys.stdout, sys.stderr):
                     with suppress(AttributeError, ValueError, OSError):
                         stream.flush()
-                connection.send_bytes(json.dumps(reply).encode())
+                connection.send_bytes(encoded(reply))

@@ -20,8 +20,8 @@ from typing import Any, Literal
 from ppo_repro.base.float32 import FLOAT32_MAX
 from ppo_repro.base.output import did_you_mean, shown
 from ppo_repro.user.file import RefusedError, check_call, described, require_function
+from ppo_repro.user.messages import CallRow
 
-CallRow = Mapping[str, Any]
 Function = Callable[..., Any]
 
 
@@ -217,8 +217,8 @@ def _verl(function: Function, row: CallRow, options: CallRow) -> float:
     fields = json.loads(row["fields"])
     source = fields.pop("data_source", options["data_source"])
     extra = fields.get("extra_info", fields)
-    given = dict(data_source=source, solution_str=row["response"], ground_truth=row["answer"], extra_info=extra)
-    value = _named(function, given)
+    values = dict(data_source=source, solution_str=row["response"], ground_truth=row["answer"], extra_info=extra)
+    value = _named(function, values)
     if isinstance(value, dict) and "score" not in value:
         raise RefusedError(f"returned a dict with {sorted(value)}; must be a number or a dict with 'score'")
     return number(value["score"] if isinstance(value, dict) else value)
@@ -262,15 +262,18 @@ class Convention:
 
 
 CALLS = {
+    # a user's reward, by its `kind` in the configuration
     "function": Convention(_plain, shown_by=frozenset({"prompt", "response"})),
     "trl": Convention(_trl, shown_by=frozenset({"completions"}), withheld=frozenset({"trainer_state"})),
-    "trl_together": Convention(_trl_together),
     "verl": Convention(_verl, shown_by=frozenset({"data_source", "solution_str"})),
+    # the functions of a task's file
     "prompts": Convention(_prompts),
     "scores": Convention(_scores, positions=("transcripts",)),
     "step": Convention(_step, positions=("transcript",)),
+    # no kind of a user's function: the trial of TRL's, and functions of this package
+    "trl_together": Convention(_trl_together),
     "keywords": Convention(lambda function, row, options: number(function(**row))),
-    "unchecked": Convention(lambda function, row, options: function(**row, **options)),  # a function of this package
+    "unchecked": Convention(lambda function, row, options: function(**row, **options)),
 }
 # names that a reward's parameters may have, with their aliases; fields and turns are copies
 PLAIN = {

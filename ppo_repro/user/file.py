@@ -149,7 +149,8 @@ def execute(file: Path) -> ModuleType:
     """Execute a file as it is now and return its module. Raises what the file raises.
 
     Its imports are looked up beside the file first, then on Python's path. Each file has its own modules, so that the
-    folders of two files may have different modules of one name.
+    folders of two files may have different modules of one name. Folders on sys.path cannot do this, because sys.modules
+    has one module of a name. So the file gets an `__import__` that turns `helper` into `ppo_repro_user_N.helper`.
     """
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())

@@ -20,6 +20,7 @@ from ppo_repro.base.errors import FunctionFailed, UserError
 from ppo_repro.base.output import shown
 from ppo_repro.config.tasks import CalledReward
 from ppo_repro.user.file import Named, file_and_name
+from ppo_repro.user.messages import CallFunction, LoadFile, encoded, read_reply
 
 CALL_SECONDS = 300.0  # of wall time for one prompt; a function that needs more most likely never ends
 _SECONDS_PER_TRANSCRIPT = 30.0  # in a call for all responses
@@ -34,14 +35,11 @@ class UserProcess:
     def __init__(self) -> None:
         self._child: tuple[subprocess.Popen[bytes], Connection] | None = None
 
-    def ask(
-        self, request: Mapping[str, Any], replies: int, seconds: float, lost: Callable[[int, str], str]
-    ) -> list[Any]:
-        """Send a request and return the replies, one per row. Raises UserError for the first error.
+    def ask(self, request: LoadFile | CallFunction, seconds: float, lost: Callable[[int, str], str]) -> list[Any]:
+        """Send a request and return the values of its replies. Raises UserError for the first error.
 
         Args:
-            replies: number of rows.
-            seconds: limit of the wall time for each row.
+            seconds: limit of the wall time for each reply.
             lost: makes the error message from row and cause if the child ends or does not reply.
         """
         if self._child is None:
@@ -50,14 +48,14 @@ class UserProcess:
         child, connection = self._child
         values: list[Any] = []
         try:
-            connection.send_bytes(json.dumps(request).encode())
-            for _ in range(replies):
+            connection.send_bytes(encoded(request))
+            for _ in range(len(request.rows) if isinstance(request, CallFunction) else 1):
                 if not connection.poll(seconds):
                     raise TimeoutError
-                reply = json.loads(connection.recv_bytes())
-                if "error" in reply:
-                    raise _failed(request, reply["error"])
-                values.append(reply["value"])
+                reply = read_reply(connection.recv_bytes())
+                if reply.error is not None:
+                    raise _failed(request, reply.error)
+                values.append(reply.value)
         except UserError:
             raise
         except (EOFError, OSError) as error:
@@ -81,9 +79,9 @@ class UserProcess:
             _stop(*self._child)
 
 
-def _failed(request: Mapping[str, Any], message: str) -> UserError:
+def _failed(request: LoadFile | CallFunction, message: str) -> UserError:
     """Return the error of a file that does not load, or of a function that failed on a row."""
-    return FunctionFailed(message, request["field"]) if "rows" in request else UserError(message)
+    return FunctionFailed(message, request.field) if isinstance(request, CallFunction) else UserError(message)
 
 
 def _start() -> tuple[subprocess.Popen[bytes], Connection]:
@@ -154,9 +152,8 @@ class UserFunction(Named):
             prompt = f"; prompt key '{shown(sent[row]['key'])}'" if "key" in sent[row] else ""
             return f"{self.where}: {self.name} {how}{self.longer if how.startswith(LATE) else ''}{prompt}"
 
-        about = {name: getattr(self, name) for name in ("field", "name", "line", "call", "options")}
-        request = {**about, "file": str(self.file), "seed": seed, "rows": sent}
-        values = self.process.ask(request, len(sent), seconds, lost)
+        request = CallFunction(self.field, str(self.file), self.name, self.line, self.call, self.options, seed, sent)
+        values = self.process.ask(request, seconds, lost)
         return list(values[0]) if self.call == "scores" else values
 
 
@@ -167,8 +164,8 @@ def load(
 
     Raises UserError if the file fails to load.
     """
-    request = {"field": field, "file": str(file), "calls": dict(calls), "folder": os.getcwd()}
-    (lines,) = process.ask(request, 1, CALL_SECONDS, lambda row, how: f"{field}: {file} fails to load (it {how})")
+    request = LoadFile(field, str(file), calls, os.getcwd())
+    (lines,) = process.ask(request, CALL_SECONDS, lambda row, how: f"{field}: {file} fails to load (it {how})")
     return {n: UserFunction(field, file, n, line, process, calls[n], options or {}) for n, line in lines.items()}
 
 

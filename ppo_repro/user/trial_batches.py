@@ -80,8 +80,8 @@ def drawn(config: RunConfig, full: int, longest: int) -> ObjectiveBatch:
 def layouts(config: RunConfig, drawn: ObjectiveBatch) -> Iterator[tuple[str, list[slice]]]:
     """Yield the name of each layout with the tokens of some of its calls. The calls of `ranks 2` have all tokens."""
     ends = [0, *torch.cumsum(drawn.response_lengths, 0).tolist()]
-    count, own = len(ends) - 1, config.layout.update_micro_batch
-    for size in sorted({own, *(1 << k for k in range(count.bit_length()))}):
+    count, configured = len(ends) - 1, config.layout.update_micro_batch
+    for size in sorted({configured, *(1 << k for k in range(count.bit_length()))}):
         if 0 < size < count:
             starts = range(0, count, size)
             others = permutation(len(starts), "trial", "calls", size)[:MOST_CALLS].tolist()

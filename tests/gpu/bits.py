@@ -20,7 +20,6 @@ from ppo_repro.base.watcher import Silent
 from ppo_repro.config.dpo import DPOConfig
 from ppo_repro.config.files import load_config, read_tree, validated
 from ppo_repro.config.inputs import run_folder
-from ppo_repro.engine import Request, Sampling
 from ppo_repro.models.batches import TokenBatch, lay_out
 from ppo_repro.models.networks import make_policy, policy_logits
 from ppo_repro.numerics import devices, library
@@ -33,6 +32,7 @@ from ppo_repro.runs import run as runner
 from ppo_repro.runs.dpo import DPOKind
 from ppo_repro.runs.rerun import rerun as run_again
 from ppo_repro.runs.summary import summarise
+from ppo_repro.sampler import Request, Sampling
 from ppo_repro.sampling.built_in import BuiltInSampler
 from tests.gpu import twins
 from tests.gpu.check import DEVICES, Check, Results, unequal

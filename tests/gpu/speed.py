@@ -17,7 +17,6 @@ from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 from ppo_repro.base.mode import Precision
 from ppo_repro.base.processes import SLOTS
 from ppo_repro.config.files import load_config
-from ppo_repro.engine import Request, Sampling
 from ppo_repro.models.batches import TokenBatch, lay_out
 from ppo_repro.models.networks import make_policy, policy_logits
 from ppo_repro.numerics import library
@@ -31,6 +30,7 @@ from ppo_repro.numerics.token_statistics import token_statistics
 from ppo_repro.numerics.weights import weights_digest
 from ppo_repro.runs.plan import plan_run
 from ppo_repro.runs.summary import summarise
+from ppo_repro.sampler import Request, Sampling
 from ppo_repro.sampling.built_in import BuiltInSampler
 from ppo_repro.tasks.tokenizer import character_tokenizer
 from tests.gpu.check import Check, Results, unequal

@@ -17,9 +17,10 @@ from torch import nn
 from ppo_repro.base.errors import NumericsError
 from ppo_repro.base.mode import Mode
 from ppo_repro.numerics import library
-from ppo_repro.numerics.adamw import AdamW, AdamWSettings, NativeAdamW
+from ppo_repro.numerics.adamw import AdamW, AdamWSettings
 from ppo_repro.numerics.definition.elementary import Array, F
 from ppo_repro.numerics.definition.optimizer import Moments, Settings, adamw, global_norm, sum_of_squares
+from ppo_repro.numerics.native_optimizer import NativeAdamW
 from ppo_repro.numerics.optimizer import Optimizer
 from ppo_repro.numerics.sums import mean_of, run_sums
 

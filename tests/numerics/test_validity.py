@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from operator import attrgetter
@@ -14,7 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 import ppo_repro
-from ppo_repro.base.errors import UserError
+from ppo_repro.base.errors import NumericsError, UserError
 from ppo_repro.numerics import library
 from ppo_repro.numerics.interface import ffi, ints, names
 from ppo_repro.numerics.lowering import Lowered
@@ -158,3 +159,24 @@ def test_positions_outside_the_tables_are_refused(past: int, message: str) -> No
     of = network("qwen3")
     with pytest.raises(UserError, match=f"^{re.escape(message)}$"):
         of.over_batch(ragged([[1]], past=[past]), ints([0]))
+
+
+# a weight of Gemma 2, which has every norm of a layer, and the first norm that an infinity in the weight reaches
+FIRST_NORMS = {
+    "embed_tokens": "layers.0.input_layernorm",
+    "layers.0.self_attn.o_proj": "layers.0.post_attention_layernorm",
+    "layers.0.post_attention_layernorm": "layers.0.pre_feedforward_layernorm",
+    "layers.0.mlp.down_proj": "layers.0.post_feedforward_layernorm",
+    "layers.0.post_feedforward_layernorm": "layers.1.input_layernorm",
+    "layers.1.post_feedforward_layernorm": "norm",
+}
+
+
+@pytest.mark.parametrize("weight", FIRST_NORMS)
+def test_the_norm_whose_input_is_not_finite_is_named(weight: str) -> None:
+    """C numbers the norms of a model, and Python names them by number."""
+    of = network("gemma2")
+    message = rf"^the input of {re.escape(FIRST_NORMS[weight])} is not finite; "
+    with torch.no_grad(), pytest.raises(NumericsError, match=message):
+        of.parameters[f"{weight}.weight"].fill_(math.inf)
+        of.over_batch(ragged([[1, 2, 3]]), ints([0]))

@@ -13,7 +13,6 @@ from ppo_repro.base.seeding import sample_seed
 from ppo_repro.base.watcher import Silent
 from ppo_repro.config.dpo import DPOUpdate
 from ppo_repro.config.layout import LayoutConfig
-from ppo_repro.engine import Request
 from ppo_repro.models.networks import make_policy
 from ppo_repro.numerics.adamw import AdamWSettings
 from ppo_repro.numerics.optimizer import Optimizer
@@ -21,6 +20,7 @@ from ppo_repro.preferences.preference_pairs import Preference
 from ppo_repro.preferences.training import PairScorer, PairTraining
 from ppo_repro.runs.dpo_from_run import RecordedRun, sequence_kl
 from ppo_repro.runs.prepare import prepare
+from ppo_repro.sampler import Request
 from ppo_repro.stages.rollout import sampling_of
 from tests.support.models import CONTEXT, ragged, source_model
 from tests.support.runs import small_config
@@ -90,7 +90,7 @@ def test_the_divergence_is_its_definition_on_the_unmodified_models(tmp_path: Pat
     found = sequence_kl(RecordedRun(config, prepared), 2, ALONE)
     total, problems = 0.0, prepared.task.problems.held_out
     requests = [Request(prepared.task.prompt_ids[p.key], sample_seed(2, 0, p.key, 0)) for p in problems]
-    for request, done in zip(requests, prepared.engine.generate(requests, sampling_of(config)), strict=True):
+    for request, done in zip(requests, prepared.sampler.generate(requests, sampling_of(config)), strict=True):
         ids = torch.tensor([[*request.prompt_ids, *done.response_ids[:-1]]])
         with torch.no_grad():
             log_p, log_q = (model(input_ids=ids).logits[0].log_softmax(-1) for model in models)

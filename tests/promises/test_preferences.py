@@ -58,7 +58,7 @@ def test_the_divergence_is_sampled_without_the_noise_of_the_recorded_sampler(tmp
     with DPOKind(Silent()).open(dpo_config(noisy, tmp_path), None) as execution:
         assert execution.run is not None
         logits, ids = torch.zeros(1, 4), torch.zeros(1, dtype=torch.int64)
-        assert execution.run.prepared.engine.disturb(logits, ids, ids, 1.0) is logits
+        assert execution.run.prepared.sampler.disturb(logits, ids, ids, 1.0) is logits
 
 
 def test_dpo_trains_all_weights_of_a_run_that_trained_adapters(tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ppo_repro.base.mode import Mode
-from ppo_repro.engine import Completion, Request, Sampling
 from ppo_repro.models.batches import TokenBatch
 from ppo_repro.models.networks import policy_logits, value_predictions
 from ppo_repro.numerics.native import NativeNetwork
@@ -23,6 +22,7 @@ from ppo_repro.numerics.network import Network
 from ppo_repro.numerics.sequences import Ragged
 from ppo_repro.numerics.token_sampling import expand_kept
 from ppo_repro.numerics.token_statistics import token_statistics
+from ppo_repro.sampler import Completion, Request, Sampling
 from ppo_repro.sampling.built_in import BuiltInSampler
 from tests.support.models import (
     ARCHITECTURES,

@@ -18,14 +18,14 @@ from torch import Tensor
 
 import ppo_repro
 from ppo_repro.base.errors import UserError
-from ppo_repro.engine import Completion, Request, Sampling
 from ppo_repro.models.networks import make_policy
 from ppo_repro.records import manifest, reader
+from ppo_repro.sampler import Completion, Request, Sampling
 from ppo_repro.sampling.built_in import BuiltInSampler
 from ppo_repro.sampling.sglang import command
 from ppo_repro.sampling.sglang.client import Call, ask
-from ppo_repro.sampling.sglang.engine import SGLangEngine
 from ppo_repro.sampling.sglang.plugin.names import ARCHITECTURES
+from ppo_repro.sampling.sglang.sampler import SGLangSampler
 from ppo_repro.stages.equal_bits import UnequalBits
 from tests.support.cli import sets
 from tests.support.language import rerun, small_run
@@ -178,7 +178,7 @@ def test_a_hook_that_does_not_take_keeps_the_server_from_starting(
         found = real(*arguments)  # type: ignore[arg-type]
         return {**found, "PYTHONPATH": os.pathsep.join([str(altered), found["PYTHONPATH"]])}
 
-    monkeypatch.setattr("ppo_repro.sampling.sglang.engine.server_environment", environment)
+    monkeypatch.setattr("ppo_repro.sampling.sglang.sampler.server_environment", environment)
     with pytest.raises(UserError, match="SGLang ended with"), subject(tmp_path / "servers"):
         pass
     said_by_log = (tmp_path / "servers" / "server-0.log").read_text()
@@ -216,7 +216,7 @@ def test_stock_servers_do_not_and_repeat_their_tokens_by_seed(stock: Subject) ->
     first, again = (stock.engine.generate(requests, Sampling(0.9, 0, 1.0, 40)) for _ in range(2))
     assert [c.response_ids for c in first] == [c.response_ids for c in again]
     with row_dependent_linear(NOISE):  # layers that differ from the servers' by construction
-        built_in = stock.prepared.engine.generate(requests, Sampling(0.9, 0, 1.0, 40))
+        built_in = stock.prepared.sampler.generate(requests, Sampling(0.9, 0, 1.0, 40))
     equal = [(a, b) for a, b in zip(first, built_in, strict=True) if a.response_ids == b.response_ids]
     assert len(equal) > 12
     assert differing(*zip(*equal, strict=True)) > 0
@@ -247,7 +247,7 @@ def test_a_run_on_two_deterministic_servers_is_the_run_of_the_built_in_engine(
 )
 def test_deterministic_servers_return_what_a_cut_kept(deterministic: Subject, sampling: Sampling) -> None:
     requests = task_requests(deterministic)
-    expected = deterministic.prepared.engine.generate(requests, sampling)
+    expected = deterministic.prepared.sampler.generate(requests, sampling)
     found = deterministic.engine.generate(requests, sampling)
     assert differing(found, expected) == 0
     assert differing(deterministic.engine.generate(requests[::-1], sampling), expected[::-1]) == 0
@@ -281,7 +281,7 @@ def test_a_run_in_high_is_the_run_of_the_built_in_engine_and_needs_servers_in_hi
     in_highest = *common, "rollout.engine.kind=sglang", deterministic.urls
     with pytest.raises(UserError, match=rf"serves \['{ARCHITECTURES['highest']}'\]; .*numerics.precision = high$"):
         small_run(tmp_path, *in_highest)
-    monkeypatch.setattr("ppo_repro.sampling.sglang.engine.check_server", lambda *_: {})
+    monkeypatch.setattr("ppo_repro.sampling.sglang.sampler.check_server", lambda *_: {})
     with pytest.raises(UnequalBits, match="rollout_logprobs"):
         small_run(tmp_path, *in_highest)
     deterministic.forget()
@@ -315,7 +315,7 @@ def test_a_server_of_another_family_samples_the_bits_of_the_built_in_engine(fami
     here = BuiltInSampler(policy, STOPS, "deterministic", CONTEXT, 24, 0)
     requests = [Request(tuple(prompt), 2**61 + i) for i, prompt in enumerate(ragged(24, 11, prompt=30)[0])]
     samplings = Sampling(1.0, 0, 1.0, 30), Sampling(1.0, 12, 0.9, 30)
-    with SGLangEngine(config, policy, STOPS, tmp_path).running(lambda seconds: None) as engine:
+    with SGLangSampler(config, policy, STOPS, tmp_path).running(lambda seconds: None) as engine:
         whole, cut = (engine.generate(requests, sampling) for sampling in samplings)
     for found, sampling in zip((whole, cut), samplings, strict=True):
         assert differing(found, here.generate(requests, sampling)) == 0

@@ -125,7 +125,7 @@ def test_an_episode_that_was_encoded_again_breaks_agreement(tmp_path: Path) -> N
     """The control of the promise above: the same text and the same sampled tokens, forced tokens encoded otherwise."""
     config = turns_config(tmp_path)
     prepared = prepare.prepare(config, Silent())
-    rollout = roll_out(config, prepared.task, prepared.engine, choose_prompts(config, prepared.task, 0), ALONE)
+    rollout = roll_out(config, prepared.task, prepared.sampler, choose_prompts(config, prepared.task, 0), ALONE)
     assert rollout.episodes is not None
     tokenizer = prepared.task.tokenizer
 

@@ -20,10 +20,10 @@ from ppo_repro.base.ranks import ALONE
 from ppo_repro.base.seeding import words
 from ppo_repro.base.watcher import Watcher
 from ppo_repro.config.mismatch import MismatchConfig, TrainerFaults
-from ppo_repro.engine import Completion, Request, Sampling
 from ppo_repro.runs.prepare import prepare
+from ppo_repro.sampler import Completion, Request, Sampling
 from ppo_repro.sampling.faults.logits import biased
-from ppo_repro.sampling.faults.sampler import FlippingEngine, flip_bit, with_faults
+from ppo_repro.sampling.faults.sampler import FlippingSampler, flip_bit, with_faults
 from ppo_repro.sampling.faults.trainer import dropout, received
 from ppo_repro.tasks.tokenizer import train_bpe
 from tests.support.bare import bare_rollout
@@ -78,9 +78,9 @@ def test_a_biased_token_is_biased_everywhere() -> None:
 
 
 class Echo:
-    """An engine that answers with the prompt."""
+    """A sampler that answers with the prompt."""
 
-    def generate(self, requests: Sequence[Request], sampling: Sampling, dialogue: Any = None) -> list[Completion]:
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         return [Completion.uncut(request.prompt_ids, [-1.0] * len(request.prompt_ids), "stop") for request in requests]
 
 
@@ -92,7 +92,7 @@ def test_one_token_is_flipped_whatever_the_number_of_processes(processes: int, c
     def flipped(rank: Thread) -> list[tuple[int, ...]]:
         state: Any = SimpleNamespace(iteration=iteration)
         mine = [requests[i] for i in rank.mine(count)]
-        completions = FlippingEngine(Echo(), state, rank, range(2, 40)).generate(mine, Sampling())
+        completions = FlippingSampler(Echo(), state, rank, range(2, 40)).generate(mine, Sampling())
         return [tuple(completion.response_ids) for completion in completions]
 
     with ThreadPoolExecutor(processes) as pool:
@@ -109,10 +109,10 @@ def test_no_token_is_flipped_to_one_that_is_special_ends_a_response_or_is_unknow
     assert known[:2] == sorted(tokenizer.all_special_ids) == [0, 1]
     end, last = 4, known[-1]
     state: Any = SimpleNamespace(iteration=0, policy=SimpleNamespace(config=SimpleNamespace(vocab_size=last)))
-    engine = with_faults(MismatchConfig(flip="token"), Echo(), state, tokenizer, {1, end}, ALONE)
+    sampler = with_faults(MismatchConfig(flip="token"), Echo(), state, tokenizer, {1, end}, ALONE)
 
     def flipped(token: int) -> int:
-        (completion,) = engine.generate([Request((token, 0, 1), 0)], Sampling())
+        (completion,) = sampler.generate([Request((token, 0, 1), 0)], Sampling())
         assert completion.response_ids[1:] == (0, 1)
         return completion.response_ids[0]
 

@@ -17,10 +17,10 @@ from ppo_repro.base.mode import Mode
 from ppo_repro.base.ranks import ALONE
 from ppo_repro.base.watcher import Silent
 from ppo_repro.config.run import RunConfig
-from ppo_repro.engine import Engine, Request, Sampling
 from ppo_repro.numerics.noise import normal_noise
 from ppo_repro.records import reader
 from ppo_repro.runs.prepare import Prepared, prepare
+from ppo_repro.sampler import Request, Sampler, Sampling
 from ppo_repro.sampling.built_in import BuiltInSampler
 from ppo_repro.sampling.draw import sample
 from ppo_repro.sampling.faults.logits import biased, disturbed, logits_fault
@@ -84,19 +84,19 @@ def test_the_mismatch_of_a_run_is_the_chosen_one(tmp_path: Path) -> None:
     assert counted == (deltas != 0).sum()
 
 
-def faulty_engine(config: RunConfig, prepared: Prepared) -> Engine:
+def faulty_sampler(config: RunConfig, prepared: Prepared) -> Sampler:
     """The sampler of a run with the faults of its configuration."""
-    tokenizer, end_ids = prepared.task.tokenizer, prepared.engine.stop_ids
-    return with_faults(config.mismatch, prepared.engine, prepared.state, tokenizer, end_ids, ALONE)
+    tokenizer, end_ids = prepared.task.tokenizer, prepared.sampler.stop_ids
+    return with_faults(config.mismatch, prepared.sampler, prepared.state, tokenizer, end_ids, ALONE)
 
 
 def greedy_logprobs(*fault: str) -> Tensor:
     """The log-probs of greedy responses before the first iteration, as an evaluation samples them."""
     config = small_config("model.warm_start_steps=0", *fault)
     prepared = prepare(config, Silent())
-    engine = faulty_engine(config, prepared)
+    sampler = faulty_sampler(config, prepared)
     requests = [Request(ids, 0) for ids in list(prepared.task.prompt_ids.values())[:8]]
-    return torch.cat([c.logprobs for c in engine.generate(requests, Sampling(1.0, 0, 1.0, 4, greedy=True))])
+    return torch.cat([c.logprobs for c in sampler.generate(requests, Sampling(1.0, 0, 1.0, 4, greedy=True))])
 
 
 def test_evaluation_has_the_rounding_of_the_sampler_and_no_other_fault() -> None:
@@ -111,9 +111,9 @@ def test_evaluation_has_the_rounding_of_the_sampler_and_no_other_fault() -> None
 def test_evaluation_has_a_flipped_bit() -> None:
     config = small_config("model.warm_start_steps=0", "mismatch.flip=bit")
     prepared = prepare(config, Silent())
-    before = [parameter.detach().clone() for parameter in prepared.engine.policy.parameters()]
-    faulty_engine(config, prepared)
-    assert sum(unequal(a, b) for a, b in zip(prepared.engine.policy.parameters(), before, strict=True)) == 1
+    before = [parameter.detach().clone() for parameter in prepared.sampler.policy.parameters()]
+    faulty_sampler(config, prepared)
+    assert sum(unequal(a, b) for a, b in zip(prepared.sampler.policy.parameters(), before, strict=True)) == 1
 
 
 @pytest.mark.parametrize("sigma", ["0", "-0.1", ".nan", ".inf"])

@@ -1,4 +1,4 @@
-"""What a user's engine returns: plain data in any container, or one line about what is wrong."""
+"""What a user's class returns: plain data in any container, or one line about what is wrong."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ppo_repro.sampling.responses import EngineSampling, checked_responses
+from ppo_repro.sampling.responses import UncutSampling, checked_responses
 from ppo_repro.user.file import RefusedError
 
-SAMPLING = EngineSampling(temperature=1.0, max_response_tokens=3, end_ids=(1, 2), vocab_size=10)
+SAMPLING = UncutSampling(temperature=1.0, max_response_tokens=3, end_ids=(1, 2), vocab_size=10)
 GOOD = ([5, 1], [-0.5, -1.25], "stop")
 CUT = ([5, 6, 7], [-0.5, -0.25, 0.0], "length")
 

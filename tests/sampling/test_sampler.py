@@ -10,9 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ppo_repro.engine import Sampling
 from ppo_repro.numerics.definition.sampling import murmur3
 from ppo_repro.numerics.token_sampling import expand_kept
+from ppo_repro.sampler import Sampling
 from ppo_repro.sampling.draw import first_argmax, sample
 from ppo_repro.sampling.sglang.plugin.cpu_shim.sgl_kernel import murmur_hash32
 from tests.support.models import seeded

@@ -28,7 +28,7 @@ Iteration = tuple[RunConfig, TrainState, Rollout, ForwardPass]
 def iteration() -> Iteration:
     config = load_config(TINY, ["model.warm_start_steps=5", "rollout.top_p=0.9", "numerics.cross_check=7"])
     prepared = prepare(config, Silent())
-    rollout = roll_out(config, prepared.task, prepared.engine, choose_prompts(config, prepared.task, 0), ALONE)
+    rollout = roll_out(config, prepared.task, prepared.sampler, choose_prompts(config, prepared.task, 0), ALONE)
     state = prepared.state
     state.cpu_policy = deepcopy(state.policy)
     return config, state, rollout, score_rollout(state, rollout, config, ALONE)

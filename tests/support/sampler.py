@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ppo_repro.engine import Request
+from ppo_repro.sampler import Request
 from tests.support.models import ragged, seeded
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from ppo_repro.base.watcher import Silent
 from ppo_repro.config.run import RunConfig
 from ppo_repro.runs.prepare import Prepared, prepare
-from ppo_repro.sampling.sglang.engine import SGLangEngine
+from ppo_repro.sampling.sglang.sampler import SGLangSampler
 from tests.support.runs import small_config
 
 CONTEXT = 600  # the servers' and of every deterministic run on them
@@ -32,7 +32,7 @@ class Subject:
 
     config: RunConfig
     prepared: Prepared
-    engine: SGLangEngine
+    engine: SGLangSampler
 
     @property
     def urls(self) -> str:
@@ -47,8 +47,8 @@ class Subject:
 def subject(folder: Path, *overrides: str) -> Iterator[Subject]:
     config = config_of(*overrides)
     prepared = prepare(config, Silent())
-    policy, stops = prepared.state.policy, prepared.engine.stop_ids
-    with SGLangEngine(config, policy, stops, folder).running(lambda seconds: None) as engine:
+    policy, stops = prepared.state.policy, prepared.sampler.stop_ids
+    with SGLangSampler(config, policy, stops, folder).running(lambda seconds: None) as engine:
         groups = [found.process.pid for found in engine.servers if found.process]
         yield Subject(config, prepared, engine)
     until = time.monotonic() + 10

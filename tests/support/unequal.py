@@ -15,8 +15,8 @@ from torch import Tensor
 
 from ppo_repro import loop
 from ppo_repro.buffers import MinibatchUpdate
-from ppo_repro.engine import Completion, Request, Sampling
 from ppo_repro.models.state import Digests
+from ppo_repro.sampler import Completion, Request, Sampling
 from ppo_repro.sampling.built_in import BuiltInSampler
 
 

@@ -16,7 +16,8 @@ from ppo_repro.base.watcher import Silent
 from ppo_repro.config.files import dump_yaml
 from ppo_repro.runs import prepare
 from ppo_repro.tasks import dialogue
-from ppo_repro.tasks.dialogue import Conversations
+from ppo_repro.tasks.dialogue import Conversation
+from ppo_repro.tasks.problems import Problem
 from ppo_repro.tasks.tokenizer import decode, train_bpe
 from tests.support.cli import Cli
 from tests.support.turns import TASK, turns_config
@@ -64,6 +65,7 @@ def test_a_file_that_is_wrong_is_named(task: str, max_turns: int, message: str, 
 def test_a_stop_text_is_found_without_decoding_a_long_turn_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Characters of several bytes are several tokens, special tokens have no text, and one token has 30 spaces."""
     tokenizer, decoded = train_bpe(["na\u00efve \u2192 \u4e2d\u6587 stop", " " * 60] * 2, 40), list[int]()
+    problem = Problem("key", "prompt", "answer")
     environment: Any = SimpleNamespace(stop=("\u4e2d", " \u2192", "op\u00ef"), tokenizer=tokenizer, spelled=frozenset())
 
     def counted(_: object, ids: Sequence[int], spelled: frozenset[int]) -> str:
@@ -77,6 +79,6 @@ def test_a_stop_text_is_found_without_decoding_a_long_turn_again(monkeypatch: py
         while not is_over:
             turn.append(generator.randrange(len(tokenizer)))
             is_over = any(one in decode(tokenizer, turn) for one in environment.stop)
-            assert Conversations(environment, []).ends(turn) == is_over
+            assert Conversation(environment, problem).ends(turn) == is_over
         lengths.append(len(turn))
     assert max(decoded) <= 64 < max(lengths)

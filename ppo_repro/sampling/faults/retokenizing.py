@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ppo_repro.base.seeding import words
 from ppo_repro.buffers import Spans
-from ppo_repro.engine import Completion, Dialogue, Engine, Request, Sampling
+from ppo_repro.sampler import Completion, EncodedAgain, Request, Sampler, Sampling
 from ppo_repro.tasks.tokenizer import decode, spans, special_ids
 
 
@@ -67,21 +67,19 @@ def encode_again(
 
 
 @dataclass(frozen=True)
-class RetokenizingEngine:
-    """An engine that replaces the tokens of some sampled responses by other tokens of the same text.
+class RetokenizingSampler:
+    """A sampler that replaces the tokens of some sampled responses by other tokens of the same text.
 
     `logprobs` and `log_kept_mass` of a new token are the sums over the sampled tokens that it owns, 0 if it owns none.
     So the log-prob of a response stays. Routes and kept sets are dropped. Greedy evaluation does not change.
     """
 
-    engine: Engine
+    sampler: Sampler
     tokenizer: PreTrainedTokenizerBase
     share: float  # share of the responses that are encoded again
 
-    def generate(
-        self, requests: Sequence[Request], sampling: Sampling, dialogue: Dialogue | None = None
-    ) -> list[Completion]:
-        completions = self.engine.generate(requests, sampling, dialogue)
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
+        completions = self.sampler.generate(requests, sampling)
         if sampling.greedy:
             return completions
         most = sampling.max_response_tokens
@@ -106,8 +104,6 @@ class RetokenizingEngine:
             log_kept_mass=new.summed(completion.log_kept_mass),
             kept_tokens=torch.empty(count, 0, dtype=torch.uint8),
             policy_versions=None if versions is None else tuple(versions[source] for source in new.sources),
-            text=text,
-            sampled_ids=ids,
-            is_as_sampled=tuple(new.as_sampled),
+            encoded_again=EncodedAgain(text, ids, tuple(new.as_sampled)),
             routes=None,
         )

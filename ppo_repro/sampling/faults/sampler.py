@@ -11,21 +11,21 @@ from transformers import PreTrainedTokenizerBase
 
 from ppo_repro.base.ranks import Ranks
 from ppo_repro.config.mismatch import MismatchConfig
-from ppo_repro.engine import Completion, Dialogue, Engine, Request, Sampling
 from ppo_repro.models.state import TrainState
-from ppo_repro.sampling.faults.retokenizing import RetokenizingEngine
+from ppo_repro.sampler import Completion, Request, Sampler, Sampling
+from ppo_repro.sampling.faults.retokenizing import RetokenizingSampler
 from ppo_repro.tasks.tokenizer import special_ids
 
 
 def with_faults(
     mismatch: MismatchConfig,
-    engine: Engine,
+    sampler: Sampler,
     state: TrainState,
     tokenizer: PreTrainedTokenizerBase,
     end_ids: Collection[int],
     ranks: Ranks,
-) -> Engine:
-    """Return the run's sampler with the faults of the section `mismatch`, or `engine` itself without faults.
+) -> Sampler:
+    """Return the run's sampler with the faults of the section `mismatch`, or `sampler` itself without faults.
 
     A flipped bit changes the policy of `state` at once. No token is flipped to a special one, or to one of `end_ids`.
     """
@@ -34,11 +34,11 @@ def with_faults(
         flip_bit(state.policy)
     if mismatch.flip == "token":
         known = {i for i in tokenizer.get_vocab().values() if i < state.policy.config.vocab_size}
-        engine = FlippingEngine(engine, state, ranks, known.difference(special_ids(tokenizer), end_ids))
+        sampler = FlippingSampler(sampler, state, ranks, known.difference(special_ids(tokenizer), end_ids))
     if lag:
-        engine = LaggingEngine(engine, state, lag)
+        sampler = LaggingSampler(sampler, state, lag)
     # not in `received`, which would leave the sampler's tokens in the records, where the loop compares log-probs
-    return RetokenizingEngine(engine, tokenizer, share) if share else engine
+    return RetokenizingSampler(sampler, tokenizer, share) if share else sampler
 
 
 def flip_bit(policy: nn.Module) -> None:
@@ -50,21 +50,19 @@ def flip_bit(policy: nn.Module) -> None:
 
 
 @dataclass(frozen=True)
-class FlippingEngine:
-    """An engine that changes the run's first token, whichever process samples it, but reports the sampled log-prob.
+class FlippingSampler:
+    """A sampler that changes the run's first token, whichever process samples it, but reports the sampled log-prob.
 
     The new token is the next lower one of `text_ids`, or the next higher one if there is no lower one.
     """
 
-    engine: Engine
+    sampler: Sampler
     state: TrainState
     ranks: Ranks
     text_ids: Collection[int]  # neither special nor end tokens, and known to tokenizer and model
 
-    def generate(
-        self, requests: Sequence[Request], sampling: Sampling, dialogue: Dialogue | None = None
-    ) -> list[Completion]:
-        completions = self.engine.generate(requests, sampling, dialogue)
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
+        completions = self.sampler.generate(requests, sampling)
         if sampling.greedy or self.state.iteration:
             return completions
         counts = self.ranks.everyone(len(requests))
@@ -78,24 +76,22 @@ class FlippingEngine:
 
 
 @dataclass(frozen=True)
-class LaggingEngine:
-    """An engine that samples with the policy of `lag` iterations ago. Greedy evaluation uses the newest weights."""
+class LaggingSampler:
+    """A sampler that samples with the policy of `lag` iterations ago. Greedy evaluation uses the newest weights."""
 
-    engine: Engine
-    state: TrainState  # has the policy with which the engine samples
+    sampler: Sampler
+    state: TrainState  # has the policy with which the sampler samples
     lag: int
 
-    def generate(
-        self, requests: Sequence[Request], sampling: Sampling, dialogue: Dialogue | None = None
-    ) -> list[Completion]:
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         """Sample with the weights of `lag` iterations ago, or the first weights; then restore the newest weights."""
         if sampling.greedy:
-            return self.engine.generate(requests, sampling, dialogue)
+            return self.sampler.generate(requests, sampling)
         versions, newest = self.state.versions, self.state.iteration
         assert versions is not None
         versions.keep(newest)
         version = max(0, newest - self.lag)
         with versions.at(version):
-            completions = self.engine.generate(requests, sampling, dialogue)
+            completions = self.sampler.generate(requests, sampling)
         versions.forget(newest + 1)
         return [replace(c, policy_versions=(version,) * len(c.response_ids)) for c in completions]

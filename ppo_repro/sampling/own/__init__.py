@@ -1,1 +1,1 @@
-"""Sample with the user's engine: a Python class that receives weights and prompts, and returns responses."""
+"""Sample with the user's class, which receives weights and prompts, and returns responses."""

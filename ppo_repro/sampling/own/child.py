@@ -1,6 +1,6 @@
-"""Run the user's engine in a child process. `engine.py` is the run's side.
+"""Run the user's class in a child process. `sampler.py` is the run's side.
 
-The engine's settings for its process, for example torch's threads, do not affect the trainer.
+The settings of the class for its process, for example torch's threads, do not affect the trainer.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from ppo_repro.sampling.responses import EngineSampling, Response, checked_responses
+from ppo_repro.sampling.responses import Response, UncutSampling, checked_responses
 from ppo_repro.user.file import RefusedError, UserCallable, begin_of, check_call, load_callable
 
 METHODS = {"load": ("folder",), "generate": ("prompts", "sampling", "seeds")}
 
-_methods: dict[str, UserCallable] = {}  # the methods of this process's engine
+_methods: dict[str, UserCallable] = {}  # the methods of this process's object
 
 
 def make(field: str, path: str, parameters: Mapping[str, Any]) -> None:
-    """Create the engine from `FILE.py:CLASS`.
+    """Create the object of `FILE.py:CLASS`.
 
     Raises UserError if the class or one of its methods is missing or wrong.
     """
@@ -29,9 +29,9 @@ def make(field: str, path: str, parameters: Mapping[str, Any]) -> None:
     loaded = load_callable(field, path, (), parameters)
     if not inspect.isclass(loaded.value):
         raise loaded.refused(f"is no class; must be one with {' and '.join(METHODS)}")
-    engine = loaded(**parameters)
+    sampler = loaded(**parameters)
     for name, positions in METHODS.items():
-        method = getattr(engine, name, None)
+        method = getattr(sampler, name, None)
         if method is None:
             raise loaded.refused(f"has no method {name}({', '.join(positions)}); add it")
         whole_name = f"{loaded.name}.{name}"
@@ -44,13 +44,13 @@ def make(field: str, path: str, parameters: Mapping[str, Any]) -> None:
 
 
 def load(folder: str) -> None:
-    """Call the engine's `load` with a folder of weights."""
+    """Call the class's `load` with a folder of weights."""
     _methods["load"](folder)
 
 
 def generate(prompts: list[list[int]], sampling: Mapping[str, Any], seeds: list[int]) -> list[Response]:
-    """Return one response per prompt. If the engine returns anything else, raises UserError with file and line."""
-    method, wanted = _methods["generate"], EngineSampling(**{**sampling, "end_ids": tuple(sampling["end_ids"])})
+    """Return one response per prompt. If the class returns anything else, raises UserError with file and line."""
+    method, wanted = _methods["generate"], UncutSampling(**{**sampling, "end_ids": tuple(sampling["end_ids"])})
     value = method(prompts, wanted, seeds)
     try:
         return checked_responses(value, len(prompts), wanted)

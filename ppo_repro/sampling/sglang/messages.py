@@ -21,9 +21,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ppo_repro.base.errors import UserError
-from ppo_repro.engine import Completion, Request, Sampling, check_request
 from ppo_repro.numerics.families import decoder_layers, mixture_layers
-from ppo_repro.sampling.responses import EngineSampling, Response, checked_response, shown_value
+from ppo_repro.sampler import Completion, Request, Sampling, check_request
+from ppo_repro.sampling.responses import Response, UncutSampling, checked_response, shown_value
 from ppo_repro.sampling.sglang.plugin import kept_tokens
 from ppo_repro.user.file import RefusedError
 
@@ -73,7 +73,7 @@ class Batch:
 
     requests: Sequence[Request]
     sampling: Sampling
-    wanted: EngineSampling
+    wanted: UncutSampling
     routed: RoutedLayers | None = None  # None if the answers need no routes
 
 
@@ -136,11 +136,13 @@ def read_completions(answer: Any, batch: Batch, version: str, url: str) -> list[
 
     try:
         return [completion(item, request) for item, request in zip(answer, requests, strict=True)]
+    except RefusedError as error:
+        raise UserError(f"{url}: returned {error}") from error
     except ValueError as error:
         raise UserError(f"{url}: {error}") from error
 
 
-def _response(item: dict[str, Any], meta: dict[str, Any], wanted: EngineSampling) -> Response:
+def _response(item: dict[str, Any], meta: dict[str, Any], wanted: UncutSampling) -> Response:
     """Return the tokens of a response, their log-probs, and why the response ended."""
     rows = _field(meta, "output_token_logprobs", list)
     tokens = _field(item, "output_ids", list)
@@ -152,10 +154,7 @@ def _response(item: dict[str, Any], meta: dict[str, Any], wanted: EngineSampling
         raise ValueError(f"ended a response with finish_reason {shown_value(ended)}; must be stop or length")
     if tokens and tokens[-1] in wanted.end_ids:
         kind = "stop"  # an end token at the limit, where SGLang says `length`
-    try:
-        tokens, drawn, reason = checked_response((tokens, [row[0] for row in rows], kind), wanted)
-    except RefusedError as error:
-        raise ValueError(f"returned {error}") from error
+    tokens, drawn, reason = checked_response((tokens, [row[0] for row in rows], kind), wanted)
     if any(float(np.float32(logprob)) != logprob for logprob in drawn):
         raise ValueError("returned a log-prob that is no float32; is this an SGLang server of a supported release?")
     return tokens, drawn, reason

@@ -11,15 +11,15 @@ import pytest
 
 from ppo_repro.config.rollout import OwnEngine
 from ppo_repro.records import manifest
-from ppo_repro.sampling.own.engine import EngineProcess
-from ppo_repro.sampling.responses import EngineSampling
+from ppo_repro.sampling.own.sampler import OwnProcess
+from ppo_repro.sampling.responses import UncutSampling
 from tests.support.language import run
 from tests.support.own_engine import UNIFORM, config_of, written
 from tests.support.ranks import cli_ranks
 from tests.support.runs import run_below
 from tests.support.waiting import require_ended
 
-SAMPLING = EngineSampling(temperature=1.0, max_response_tokens=3, end_ids=(1,), vocab_size=10)
+SAMPLING = UncutSampling(temperature=1.0, max_response_tokens=3, end_ids=(1,), vocab_size=10)
 STARTS = """
 import subprocess, time
 
@@ -37,9 +37,9 @@ class Engine:
 """
 
 
-def started(folder: Path, text: str, **parameters: str) -> EngineProcess:
+def started(folder: Path, text: str, **parameters: str) -> OwnProcess:
     written(folder, text)
-    return EngineProcess(OwnEngine(kind="function", path=f"{folder / 'engine.py'}:Engine", parameters=parameters))
+    return OwnProcess(OwnEngine(kind="function", path=f"{folder / 'engine.py'}:Engine", parameters=parameters))
 
 
 def test_what_the_engine_started_ends_with_it(tmp_path: Path) -> None:

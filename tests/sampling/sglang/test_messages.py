@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from ppo_repro.base.errors import UserError
-from ppo_repro.engine import Completion, Request, Sampling
-from ppo_repro.sampling.responses import EngineSampling
+from ppo_repro.sampler import Completion, Request, Sampling
+from ppo_repro.sampling.responses import UncutSampling
 from ppo_repro.sampling.sglang.messages import Batch, RoutedLayers, generate_body, read_completions, read_routes
 
 CONTEXT, PLAIN = 32, Sampling(0.7, 0, 1.0, 4)
-WANTED = EngineSampling(temperature=0.7, max_response_tokens=4, end_ids=(1, 7), vocab_size=20)
+WANTED = UncutSampling(temperature=0.7, max_response_tokens=4, end_ids=(1, 7), vocab_size=20)
 REQUESTS = [Request((2, 3, 4), 11), Request((5,), -(2**63))]
 URL = "http://127.0.0.1:1"
 

@@ -15,8 +15,8 @@ import pytest
 from transformers import PreTrainedModel
 
 from ppo_repro.base.errors import UserError
-from ppo_repro.engine import Request, Sampling
-from ppo_repro.sampling.sglang.engine import NOTES, SGLangEngine
+from ppo_repro.sampler import Request, Sampling
+from ppo_repro.sampling.sglang.sampler import NOTES, SGLangSampler
 from ppo_repro.sampling.sglang.server import free_port
 from tests.sampling.sglang.fake_sglang import fake_python
 from tests.support.cli import sets
@@ -41,12 +41,12 @@ def policy() -> PreTrainedModel:
 @contextmanager
 def started(
     folder: Path, policy: PreTrainedModel, *misbehave: str, timeout: int = 20, count: int = 1, high: bool = False
-) -> Iterator[SGLangEngine]:
+) -> Iterator[SGLangSampler]:
     python = fake_python(folder, PACKAGE, *misbehave)
     servers = f"rollout.engine.servers={count}", f"rollout.engine.timeout_s={timeout}"
     sets = *servers, f"numerics.precision={'high' if high else 'highest'}"
     config = small_config("rollout.engine.kind=sglang", f"rollout.engine.python={python}", *sets)
-    with SGLangEngine(config, policy, frozenset({1}), folder / "sglang").running(lambda seconds: None) as opened:
+    with SGLangSampler(config, policy, frozenset({1}), folder / "sglang").running(lambda seconds: None) as opened:
         yield opened
 
 

@@ -45,8 +45,8 @@ class _InputLogprobs:
         """Return the input tokens' log-probs (nats) and the logits to sample from; SGLang defines the parameters."""
         if logits_metadata.extend_return_top_logprob or logits_metadata.extend_token_ids_logprob:
             raise RuntimeError("deterministic numerics in SGLang: log-probs of other tokens are not supported")
-        found = logits(self.policy, pruned_states.contiguous())
-        read = found[input_logprob_indices]
+        rows = logits(self.policy, pruned_states.contiguous())
+        read = rows[input_logprob_indices]
         tokens = logits_metadata.extend_input_logprob_token_ids_gpu[: len(read)].long()
         logprobs, _ = token_statistics(read, tokens, 1.0, None, "deterministic")
-        return LogprobResult(token_logprobs=logprobs), found[sample_indices]
+        return LogprobResult(token_logprobs=logprobs), rows[sample_indices]

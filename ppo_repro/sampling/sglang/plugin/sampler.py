@@ -1,4 +1,4 @@
-"""Use the torch engine's sampler as a sampler of SGLang."""
+"""Use the built-in sampler's draws as a sampler of SGLang."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.sampling.sampling_params import TOP_K_ALL
 from torch import Tensor
 
-from ppo_repro.engine import Sampling
 from ppo_repro.numerics.token_statistics import token_statistics
+from ppo_repro.sampler import Sampling
 from ppo_repro.sampling.draw import sample
 from ppo_repro.sampling.sglang.plugin.kept_tokens import KEPT, Entry, shortest, written
 

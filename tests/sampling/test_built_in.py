@@ -1,14 +1,15 @@
-"""The built-in engine: seats that are used again, ends of responses, requests that are refused, prefixes."""
+"""The built-in sampler: seats that are used again, ends of responses, requests that are refused, prefixes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from torch import Tensor
 
 from ppo_repro.base.errors import UserError
-from ppo_repro.engine import Request, Sampling
+from ppo_repro.sampler import Request, Sampling
 from ppo_repro.sampling.built_in import BuiltInSampler
 from ppo_repro.sampling.seats import PrefixIndex, Seated, Seats
 from tests.support.models import CONTEXT, VOCAB, policy
@@ -17,7 +18,7 @@ from tests.support.sampler import STOPS, requests_of
 PLAIN = Sampling(1.0, 0, 1.0, 12)
 
 
-def engine(seats: int = 16) -> BuiltInSampler:
+def sampler(seats: int = 16) -> BuiltInSampler:
     return BuiltInSampler(policy("qwen3", "deterministic"), STOPS, "deterministic", CONTEXT, seats, 0)
 
 
@@ -35,7 +36,7 @@ def test_a_finished_sequence_gives_its_seat_to_the_next(monkeypatch: pytest.Monk
         return compute(seats, batch)
 
     monkeypatch.setattr(Seats, "logits_after", counting)
-    completions = engine(3).generate(requests_of(25, 4), PLAIN)
+    completions = sampler(3).generate(requests_of(25, 4), PLAIN)
     lengths = [len(c.response_ids) for c in completions]
     assert len(completions) == started == 25
     assert len(set(lengths)) > 4
@@ -59,7 +60,7 @@ def test_the_index_of_prefixes_has_the_keys_of_what_is_in_the_seats_alone() -> N
 
 
 def test_a_response_ends_at_its_first_stop_token_or_at_the_limit() -> None:
-    completions = engine(4).generate(requests_of(60, 6), PLAIN)
+    completions = sampler(4).generate(requests_of(60, 6), PLAIN)
     reasons = {"stop": 0, "length": 0}
     for c in completions:
         reasons[c.finish_reason] += 1
@@ -79,14 +80,15 @@ class SpeaksOnce:
     def ends(self, turn: Sequence[int]) -> bool:
         return True
 
-    def reply(self, index: int, turns: Sequence[Sequence[int]]) -> tuple[int, ...] | None:
+    def reply(self, turns: Sequence[Sequence[int]]) -> tuple[int, ...] | None:
         return (1,) * self.tokens if len(turns) == 1 else None
 
 
 def test_a_reply_is_put_in_if_it_leaves_room_for_another_token() -> None:
     """Within 12 tokens."""
     for tokens, reason, forced in ((10, "stop", [False, *[True] * 10, False]), (11, "length", [False])):
-        (completion,) = engine().generate(requests_of(1, 4), PLAIN, SpeaksOnce(tokens))
+        (request,) = requests_of(1, 4)
+        (completion,) = sampler().generate([replace(request, dialogue=SpeaksOnce(tokens))], PLAIN)
         assert (completion.finish_reason, list(completion.is_forced)) == (reason, forced)
 
 
@@ -101,4 +103,4 @@ def test_a_reply_is_put_in_if_it_leaves_room_for_another_token() -> None:
 )
 def test_requests_that_cannot_be_served_are_refused(prompt: tuple[int, ...], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        engine().generate([Request((1, 2), 0), Request(prompt, 0)], PLAIN)
+        sampler().generate([Request((1, 2), 0), Request(prompt, 0)], PLAIN)

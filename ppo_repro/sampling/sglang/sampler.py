@@ -25,11 +25,11 @@ from ppo_repro.base.errors import PromiseBroken, UserError
 from ppo_repro.base.files import atomic_write, whole_folder
 from ppo_repro.config.rollout import SGLangServers
 from ppo_repro.config.run import RunConfig
-from ppo_repro.engine import Completion, Dialogue, Request, Sampling
 from ppo_repro.models.folders import write_sampled
 from ppo_repro.numerics.families import routers
 from ppo_repro.numerics.weights import weights_digest
-from ppo_repro.sampling.responses import EngineSampling
+from ppo_repro.sampler import Completion, Request, Sampling
+from ppo_repro.sampling.responses import UncutSampling
 from ppo_repro.sampling.sglang.client import Call, ask
 from ppo_repro.sampling.sglang.command import (
     RETURN_ROUTES,
@@ -109,14 +109,14 @@ def confirm(url: str, digest: str, deterministic: bool, timeout: float) -> None:
         raise PromiseBroken(f"{url}: has weights of digest {server_digest} after an update to {digest}")
 
 
-class SGLangEngine:
-    """Engine that samples with SGLang servers, and sends them the weights of `policy` whenever they have changed.
+class SGLangSampler:
+    """Samples with SGLang servers, and sends them the weights of `policy` whenever they have changed.
 
     Each server gets a range of consecutive requests, so that the samples of a prompt share its cache.
     """
 
     def __init__(self, config: RunConfig, policy: PreTrainedModel, stop_ids: frozenset[int], folder: Path) -> None:
-        """Prepare an engine whose servers are not started yet. `folder` is for logs, notes and weights."""
+        """Prepare a sampler whose servers are not started yet. `folder` is for logs, notes and weights."""
         settings = config.rollout.engine
         assert isinstance(settings, SGLangServers)
         self.settings, self.policy, self.stop_ids, self.folder = settings, policy, stop_ids, folder
@@ -171,12 +171,9 @@ class SGLangEngine:
         command = [self.settings.python or sys.executable, "-m", "sglang.launch_server", *arguments]
         return start(command, environment, self.folder / f"server-{index}.log", port)
 
-    def generate(
-        self, requests: Sequence[Request], sampling: Sampling, dialogue: Dialogue | None = None
-    ) -> list[Completion]:
-        assert dialogue is None, "the configuration refuses several turns"
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         digest = weights_digest(self.policy.named_parameters())
-        wanted = EngineSampling(
+        wanted = UncutSampling(
             temperature=sampling.temperature,
             max_response_tokens=sampling.max_response_tokens,
             end_ids=tuple(sorted(self.stop_ids)),

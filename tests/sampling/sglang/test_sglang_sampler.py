@@ -16,10 +16,10 @@ from transformers import PreTrainedModel
 
 from ppo_repro.base.errors import PromiseBroken, UserError
 from ppo_repro.base.mode import Precision
-from ppo_repro.engine import Request, Sampling
 from ppo_repro.numerics.weights import weights_digest
-from ppo_repro.sampling.sglang.engine import SGLangEngine
+from ppo_repro.sampler import Request, Sampling
 from ppo_repro.sampling.sglang.plugin.names import ARCHITECTURES
+from ppo_repro.sampling.sglang.sampler import SGLangSampler
 from tests.sampling.sglang.fake_sglang import FakeServer, serving, token_of
 from tests.support.models import VOCAB, source_model
 from tests.support.runs import small_config
@@ -35,12 +35,12 @@ def policy() -> PreTrainedModel:
 
 
 @contextmanager
-def engine_on(servers: list[FakeServer], policy: PreTrainedModel, folder: Path, *more: str) -> Iterator[SGLangEngine]:
+def engine_on(servers: list[FakeServer], policy: PreTrainedModel, folder: Path, *more: str) -> Iterator[SGLangSampler]:
     urls = "rollout.engine.urls=[" + ",".join(server.url for server in servers) + "]"
     numerics = "deterministic" if servers[0].deterministic else "stock"
     sets = "rollout.engine.kind=sglang", urls, f"rollout.engine.numerics={numerics}", *more
     config = small_config(*sets, "rollout.engine.timeout_s=1")
-    with SGLangEngine(config, policy, STOPS, folder).running(lambda seconds: None) as opened:
+    with SGLangSampler(config, policy, STOPS, folder).running(lambda seconds: None) as opened:
         yield opened
 
 

@@ -1,4 +1,4 @@
-"""Choose and start the engine that samples for a run: built-in, SGLang servers, or the user's own."""
+"""Choose and start the sampler of a run: built-in, SGLang servers, or the user's class."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from ppo_repro.base.ranks import Ranks
 from ppo_repro.base.watcher import Watcher
 from ppo_repro.config.rollout import OwnEngine, SGLangServers
 from ppo_repro.config.run import RunConfig
-from ppo_repro.engine import Engine
 from ppo_repro.models.state import TrainState
 from ppo_repro.records.folder import ENGINE_NAME, SERVERS_NAME
+from ppo_repro.sampler import Sampler
 from ppo_repro.sampling.built_in import BuiltInSampler
-from ppo_repro.sampling.own.engine import EngineProcess, OwnSampler
+from ppo_repro.sampling.own.sampler import OwnProcess, OwnSampler
 from ppo_repro.sampling.recorded_samples import Recorded, RecordedSampler
-from ppo_repro.sampling.shared import EvaluatedHere, SharedEngine
+from ppo_repro.sampling.shared import EvaluatedHere, SharedSampler
 
 
 @dataclass(frozen=True)
-class EngineContext:
-    """What an engine knows of its run before the run is prepared. The first of several processes owns the engine."""
+class SamplerContext:
+    """What a sampler knows of its run before the run is prepared. The first of several processes owns it."""
 
     config: RunConfig
     run_dir: Path | None  # for logs, notes and weights; None for a temporary folder
@@ -36,62 +36,62 @@ class EngineContext:
 
 
 @contextmanager
-def own_engine(context: EngineContext) -> Iterator[EngineProcess | None]:
-    """Start the user's engine, which ends with the block; yield None in a process that does not use it.
+def own_process(context: SamplerContext) -> Iterator[OwnProcess | None]:
+    """Start the process of the user's class, which ends with the block; yield None in a process of the run without one.
 
-    Only the first process of a run uses the engine. Raises UserError if the file, the class or a method is wrong.
+    Only the first process of a run has one. Raises UserError if the file, the class or a method is wrong.
     """
     config, recorded = context.config, context.recorded
     settings, is_recorded = config.rollout.engine, recorded is not None and recorded.iterations >= config.iterations
     if not isinstance(settings, OwnEngine) or is_recorded or not context.ranks.is_first:
         yield None
         return
-    engine = EngineProcess(settings)
+    process = OwnProcess(settings)
     try:
-        yield engine
+        yield process
     finally:
-        engine.end()
+        process.end()
 
 
 @contextmanager
-def rollout_engine(
-    context: EngineContext,
-    own: EngineProcess | None,
+def run_sampler(
+    context: SamplerContext,
+    process: OwnProcess | None,
     built_in: BuiltInSampler,
     state: TrainState,
     tokenizer: PreTrainedTokenizerBase,
-) -> Iterator[Engine]:
-    """Yield the engine of a prepared run; when the block ends, end the servers that it started.
+) -> Iterator[Sampler]:
+    """Yield the sampler of a prepared run; when the block ends, end the servers that it started.
 
-    `own` is from `own_engine`.
+    `process` is from `own_process`.
     """
     settings, recorded, ranks = context.config.rollout.engine, context.recorded, context.ranks
     if isinstance(settings, SGLangServers):
-        with _servers(context, settings, built_in) as engine:
-            yield engine
+        with _servers(context, settings, built_in) as sampler:
+            yield sampler
     elif isinstance(settings, OwnEngine):
         with _folder(context.run_dir, ENGINE_NAME) as folder:
-            sampler = None
-            if own is not None:
+            first = None
+            if process is not None:
                 longest = context.config.numerics.max_context
-                sampler = OwnSampler(own, state.policy, tokenizer, built_in.stop_ids, longest, folder)
-            engine = EvaluatedHere(SharedEngine(ranks, sampler), built_in)
+                first = OwnSampler(process, state.policy, tokenizer, built_in.stop_ids, longest, folder)
+            sampler = EvaluatedHere(SharedSampler(ranks, first), built_in)
             try:
-                yield engine if recorded is None else RecordedSampler(recorded, state, engine, ranks)
+                yield sampler if recorded is None else RecordedSampler(recorded, state, sampler, ranks)
             finally:
-                shutil.rmtree(folder, ignore_errors=True)  # the weights that the engine loaded last
+                shutil.rmtree(folder, ignore_errors=True)  # the weights that the class loaded last
     else:
         yield built_in
 
 
 @contextmanager
-def _servers(context: EngineContext, settings: SGLangServers, built_in: BuiltInSampler) -> Iterator[Engine]:
-    """Yield SGLang servers with the policy and end tokens of the built-in engine."""
-    from ppo_repro.sampling.sglang.engine import SGLangEngine
+def _servers(context: SamplerContext, settings: SGLangServers, built_in: BuiltInSampler) -> Iterator[Sampler]:
+    """Yield SGLang servers with the policy and end tokens of the built-in sampler."""
+    from ppo_repro.sampling.sglang.sampler import SGLangSampler
 
     ranks = context.ranks
     if not ranks.is_first:
-        yield SharedEngine(ranks, None)
+        yield SharedSampler(ranks, None)
         return
 
     def waiting(seconds: int) -> None:
@@ -99,9 +99,9 @@ def _servers(context: EngineContext, settings: SGLangServers, built_in: BuiltInS
 
     with (
         _folder(context.run_dir, SERVERS_NAME) as folder,
-        SGLangEngine(context.config, built_in.policy, built_in.stop_ids, folder).running(waiting) as servers,
+        SGLangSampler(context.config, built_in.policy, built_in.stop_ids, folder).running(waiting) as servers,
     ):
-        yield servers if ranks.size == 1 else SharedEngine(ranks, servers)
+        yield servers if ranks.size == 1 else SharedSampler(ranks, servers)
 
 
 @contextmanager

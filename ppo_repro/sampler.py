@@ -1,4 +1,4 @@
-"""The requests that the loop sends to a rollout engine, and the completions that the engine returns."""
+"""The requests that the loop sends to a sampler, and the completions that the sampler returns."""
 
 from __future__ import annotations
 
@@ -38,29 +38,44 @@ class Sampling:
         return self.top_k > 0 or self.top_p < 1.0
 
 
-@dataclass(frozen=True)
-class Request:
-    """The request for one response. Engines take and return token ids, never text."""
-
-    prompt_ids: tuple[int, ...]
-    seed: int
-
-
 class Dialogue(Protocol):
-    """The environment of an episode of several turns: it may end a turn of the model, and it replies."""
+    """The environment of one episode of several turns: it may end a turn of the model, and it replies."""
 
     def ends(self, turn: Sequence[int]) -> bool:
         """Return whether the tokens of a turn so far end it, even if the last one is no end token."""
         ...
 
-    def reply(self, index: int, turns: Sequence[Sequence[int]]) -> tuple[int, ...] | None:
-        """Return the environment's tokens after the model's `turns` of request `index`; None if the episode is over."""
+    def reply(self, turns: Sequence[Sequence[int]]) -> tuple[int, ...] | None:
+        """Return the environment's tokens after the model's `turns`; None if the episode is over."""
         ...
 
 
 @dataclass(frozen=True)
+class Request:
+    """The request for one response. Samplers take and return token ids, never text.
+
+    Without a dialogue, an end token ends the completion. With a dialogue, the tokens of its reply are added as they
+    are, and sampling continues after them while there are fewer than `max_response_tokens`. A reply that leaves no room
+    for another token is not added, and ends the completion as the limit does.
+    """
+
+    prompt_ids: tuple[int, ...]
+    seed: int
+    dialogue: Dialogue | None = None  # only the built-in sampler gets one: a configuration refuses it for others
+
+
+@dataclass(frozen=True)
+class EncodedAgain:
+    """The sampler's part of a response whose text was encoded again, so that `response_ids` has new tokens."""
+
+    text: str  # of the sampled tokens
+    sampled_ids: tuple[int, ...]
+    is_as_sampled: tuple[bool, ...]  # [T]
+
+
+@dataclass(frozen=True)
 class Completion:
-    """An engine's response to one request, of T sampled tokens.
+    """A sampler's response to one request, of T sampled tokens.
 
     `stages.rollout.roll_out` joins the completions of an iteration to a `buffers.Rollout`, which describes the fields.
     """
@@ -70,15 +85,13 @@ class Completion:
     log_kept_mass: Tensor  # [T] float32
     kept_tokens: Tensor  # [T, ceil(V/8)] uint8, or [T, 0]
     finish_reason: str  # "stop" or "length"
-    server: str | None
-    latency: float | None
+    server: str | None = None  # and the next: None unless a server sampled
+    latency: float | None = None
     episode_ids: tuple[int, ...] = ()  # with a dialogue: all tokens after the prompt
     is_forced: tuple[bool, ...] = ()  # which of them the dialogue added
     routes: Tensor | None = None  # [inputs, M k] int32 of prompt and response; None if not requested
     policy_versions: tuple[int, ...] | None = None  # [T], of each token; None for a sampler that is never behind
-    text: str | None = None  # of the sampled tokens; None unless they were encoded again
-    sampled_ids: tuple[int, ...] | None = None  # the sampled tokens; None unless they were encoded again
-    is_as_sampled: tuple[bool, ...] | None = None  # [T]; None unless they were encoded again
+    encoded_again: EncodedAgain | None = None
 
     @classmethod
     def uncut(cls, ids: Sequence[int], logprobs: Sequence[float], finish_reason: str) -> Completion:
@@ -89,23 +102,16 @@ class Completion:
             log_kept_mass=torch.zeros(len(ids)),
             kept_tokens=torch.empty(len(ids), 0, dtype=torch.uint8),
             finish_reason=finish_reason,
-            server=None,
-            latency=None,
         )
 
 
-class Engine(Protocol):
+class Sampler(Protocol):
     """Samples responses with the present policy. Every sampler of a run has this interface."""
 
-    def generate(
-        self, requests: Sequence[Request], sampling: Sampling, dialogue: Dialogue | None = None
-    ) -> list[Completion]:
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         """Sample one completion for each request, in their order. Raises UserError for a request that cannot be served.
 
-        Without a dialogue, an end token ends a completion. With a dialogue, the tokens of its reply are added as they
-        are, and sampling continues after them while there are fewer than `max_response_tokens`. A reply that leaves no
-        room for another token is not added, and ends the completion as the limit does. All processes of a run call this
-        method together, even a process without requests.
+        All processes of a run call this method together, even a process without requests.
         """
         ...
 

@@ -23,8 +23,9 @@ from experiments.benchmarks.workload import CONTEXT, EPOCHS, MINIBATCHES, PROMPT
 from ppo_repro.base.ranks import ALONE, Ranks
 from ppo_repro.base.watcher import Silent
 from ppo_repro.buffers import Iteration
-from ppo_repro.config.files import LANGUAGE, load_config
+from ppo_repro.config.files import load_config
 from ppo_repro.config.inputs import gather
+from ppo_repro.config.kinds import LANGUAGE
 from ppo_repro.config.run import RunConfig
 from ppo_repro.loop import ppo_iterations
 from ppo_repro.numerics import library

@@ -20,9 +20,10 @@ from ppo_repro.api.runs import Run, open_run
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.files import atomic_write
 from ppo_repro.base.progress import ConsoleProgress
-from ppo_repro.config.files import apply_overrides, build_config, from_pyyaml, load_config
+from ppo_repro.config.files import build_config, load_config
 from ppo_repro.config.inputs import run_folder
 from ppo_repro.config.run import RunConfig
+from ppo_repro.config.tree import apply_overrides, from_pyyaml
 from ppo_repro.config.yaml_text import describe_value
 from ppo_repro.records import reader
 from ppo_repro.records.next_command import how_to_go_on

@@ -25,7 +25,7 @@ from ppo_repro.tracking.follower import Copies, followed, targets_of
 if TYPE_CHECKING:
     from ppo_repro.base.ranks import Ranks
     from ppo_repro.base.watcher import Watcher
-    from ppo_repro.config.files import AnyConfig, Kind
+    from ppo_repro.config.kinds import AnyConfig, Kind
     from ppo_repro.runs.fork_plan import Fork
     from ppo_repro.runs.kind import RunKind
 
@@ -219,7 +219,7 @@ def fork_command(arguments: argparse.Namespace) -> int:
 
 def _plan_fork(arguments: argparse.Namespace) -> _Planned[Fork]:
     """Plan a fork, and check what it would read and write."""
-    from ppo_repro.config.files import LANGUAGE
+    from ppo_repro.config.kinds import LANGUAGE
     from ppo_repro.runs.fork_plan import plan_fork
 
     plan = plan_fork(arguments.run, arguments.at, arguments.set, arguments.out, arguments.inputs)

@@ -10,8 +10,8 @@ from pathlib import Path
 from ppo_repro.base.beside import modules_beside
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.files import MANIFEST, file_digest
-from ppo_repro.config.files import path_fields
 from ppo_repro.config.section import Experiment, short_digest, sorted_json
+from ppo_repro.config.tree import path_fields
 
 INPUTS_FOLDER = "inputs"  # of a run folder
 LARGEST_COPY = 64_000_000  # bytes

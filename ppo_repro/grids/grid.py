@@ -21,8 +21,9 @@ from ppo_repro.base.files import atomic_write
 from ppo_repro.base.lock import only_writer
 from ppo_repro.base.output import say_anyway
 from ppo_repro.config.dpo import DPOConfig
-from ppo_repro.config.files import AnyConfig, dump_yaml, load_any
+from ppo_repro.config.files import dump_yaml, load_any
 from ppo_repro.config.inputs import gather
+from ppo_repro.config.kinds import AnyConfig
 from ppo_repro.config.run import RunConfig
 from ppo_repro.grids.cell import Order, cell_state, last_result, run_of, state_from
 from ppo_repro.grids.executor import Executor

@@ -14,8 +14,10 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from ppo_repro.base.errors import UserError
-from ppo_repro.config.files import GRID, MODELS, AnyConfig, from_folder, kind_of, read_tree, set_field, validated
+from ppo_repro.config.files import read_tree, validated
+from ppo_repro.config.kinds import CONFIGS, GRID, AnyConfig, kind_of
 from ppo_repro.config.section import PathText, Section
+from ppo_repro.config.tree import from_folder, set_field
 from ppo_repro.config.yaml_text import describe_value
 
 NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
@@ -103,7 +105,7 @@ def _cells(path: Path, file: GridFile, axes: Sequence[Sequence[Choice]], base: d
                         raise UserError(f"{source}: {field}: {error}") from error
             tree = from_folder(tree, path.parent)
             labels = {choice.axis: choice.label for choice in choices}
-            yield Cell(name, labels, seed, validated(MODELS[kind_of(base)], tree, source))
+            yield Cell(name, labels, seed, validated(CONFIGS[kind_of(base)], tree, source))
 
 
 def _check_fields(path: Path, file: GridFile, axes: Sequence[Sequence[Choice]]) -> None:

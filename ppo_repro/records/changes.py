@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ppo_repro.config.files import MODELS, as_written
+from ppo_repro.config.files import as_written
+from ppo_repro.config.kinds import CONFIGS
 from ppo_repro.config.section import Experiment
 from ppo_repro.config.yaml_text import read_yaml
 from ppo_repro.records import manifest
@@ -22,7 +23,7 @@ def setup_of(run_dir: Path, head: Head) -> dict[str, Any]:
     A field that is newer than the run has its default. Raises UserError if config.yaml is damaged.
     """
     path = checked_config_path(run_dir, head)
-    config = as_written(MODELS[head.kind], read_yaml(path), str(path))
+    config = as_written(CONFIGS[head.kind], read_yaml(path), str(path))
     setup = {**flat(config.model_dump(mode="json")), **head.inputs}
     if head.origin is not None:
         setup["origin"] = f"iteration {head.origin.iteration} ({Path(head.origin.run).name})"

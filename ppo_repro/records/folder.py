@@ -6,7 +6,8 @@ import re
 from pathlib import Path
 
 from ppo_repro.base.files import SUMS_NAME
-from ppo_repro.config.files import LANGUAGE, MODELS, AnyConfig, build_config, read_tree, validated
+from ppo_repro.config.files import build_config, read_tree, validated
+from ppo_repro.config.kinds import CONFIGS, LANGUAGE, AnyConfig
 from ppo_repro.config.run import RunConfig
 from ppo_repro.records import manifest, reader
 from ppo_repro.records.manifest import Head
@@ -69,4 +70,4 @@ def load_recorded_config(run_dir: Path | str) -> RunConfig:
 def load_any_recorded_config(run_dir: Path, recorded: Head) -> AnyConfig:
     """Load the configuration with which a run of any kind was started. Raises UserError if it is missing or damaged."""
     path = checked_config_path(run_dir, recorded)
-    return validated(MODELS[recorded.kind], read_tree(path), str(path))
+    return validated(CONFIGS[recorded.kind], read_tree(path), str(path))

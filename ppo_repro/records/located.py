@@ -12,8 +12,9 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from ppo_repro.base.errors import UserError
-from ppo_repro.config import files
+from ppo_repro.config.files import read_tree
 from ppo_repro.config.inputs import INPUTS_FOLDER, digest_of
+from ppo_repro.config.tree import path_fields
 from ppo_repro.records.folder import CONFIG_NAME, checked_config_path
 from ppo_repro.records.manifest import Head
 from ppo_repro.records.reader import check_file
@@ -35,7 +36,7 @@ def located_tree(
         UserError: a file is missing or has changed.
     """
     checked_config_path(run_dir, recorded)
-    tree: dict[str, Any] = files.read_tree(run_dir / CONFIG_NAME)
+    tree: dict[str, Any] = read_tree(run_dir / CONFIG_NAME)
     for name, digest in recorded.inputs.items():
         if name.startswith(f"{INPUTS_FOLDER}/"):
             try:
@@ -43,7 +44,7 @@ def located_tree(
             except UserError as error:
                 use = f"edit a file of your own and `ppo-repro fork {shlex.quote(str(run_dir))}` with it"
                 raise UserError(f"{error}; restore it, or {use}") from error
-    for field, section, name in files.path_fields(tree):
+    for field, section, name in path_fields(tree):
         wanted = {
             PurePath(known).name: digest for known, digest in recorded.inputs.items() if known.startswith(f"{field}/")
         }

@@ -21,7 +21,7 @@ from pydantic.dataclasses import dataclass
 
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.files import MANIFEST, OWN_DIGEST, atomic_write, is_sealed, open_regular, read_regular, sealed
-from ppo_repro.config.files import CONTROL, DPO, LANGUAGE, Kind
+from ppo_repro.config.kinds import CONTROL, DPO, LANGUAGE, Kind
 from ppo_repro.records import digests, schema
 from ppo_repro.records.run_state import Status
 

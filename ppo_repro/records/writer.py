@@ -12,8 +12,9 @@ import pyarrow as pa
 
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.files import atomic_write, make_folder, require_new, sync, sync_tree
-from ppo_repro.config.files import Kind, dump_yaml
+from ppo_repro.config.files import dump_yaml
 from ppo_repro.config.inputs import Inputs
+from ppo_repro.config.kinds import Kind
 from ppo_repro.records import arrow, digests, manifest, schema
 from ppo_repro.records.folder import CONFIG_NAME, ENVIRONMENT_NAME
 from ppo_repro.records.manifest import FinalResults, Head, IterationEntry, TableEntry, next_link

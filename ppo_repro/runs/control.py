@@ -16,7 +16,7 @@ import torch
 
 from ppo_repro.base.clock import Clock, moment
 from ppo_repro.config.control import ControlConfig
-from ppo_repro.config.files import CONTROL
+from ppo_repro.config.kinds import CONTROL
 from ppo_repro.control.buffers import ControlIteration
 from ppo_repro.control.loop import ControlState, control_iterations, evaluate, prepare
 from ppo_repro.numerics.sums import mean_of, run_sums

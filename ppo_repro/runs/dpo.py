@@ -17,7 +17,7 @@ from ppo_repro.base.clock import OTHER, Clock, moment
 from ppo_repro.base.ranks import Ranks
 from ppo_repro.base.watcher import Watcher
 from ppo_repro.config.dpo import DPOConfig
-from ppo_repro.config.files import DPO
+from ppo_repro.config.kinds import DPO
 from ppo_repro.models.folders import save_model, try_to_save
 from ppo_repro.models.load import load_folder
 from ppo_repro.models.networks import make_policy

@@ -19,7 +19,7 @@ from ppo_repro import __version__
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.ranks import Ranks
 from ppo_repro.config.control import ControlConfig
-from ppo_repro.config.files import AnyConfig
+from ppo_repro.config.kinds import AnyConfig
 from ppo_repro.config.run import RunConfig
 from ppo_repro.config.tasks import ReasoningGymTask
 from ppo_repro.numerics import build, library

@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ppo_repro.base.errors import UserError
-from ppo_repro.config import files
 from ppo_repro.config.fields import marked_fields
+from ppo_repro.config.files import build_config
 from ppo_repro.config.inputs import Inputs, gather, run_folder
+from ppo_repro.config.kinds import LANGUAGE
 from ppo_repro.config.run import RunConfig
 from ppo_repro.config.section import FIXED
+from ppo_repro.config.tree import apply_overrides
 from ppo_repro.records import manifest
 from ppo_repro.records.changes import changes, config_changes
 from ppo_repro.records.folder import CONFIG_NAME, FINAL_STATE, REFERENCE, starts_of
@@ -48,12 +50,12 @@ def plan_fork(source: Path, at: int | None, overrides: Sequence[str], out: Path,
         UserError: there is no such checkpoint, nothing is left to compute, or a field cannot be changed.
     """
     recorded = manifest.load(source)
-    if recorded.kind != files.LANGUAGE:
+    if recorded.kind != LANGUAGE:
         raise UserError(f"{source}: a {recorded.kind} run has no checkpoint to fork from; start a run of its own")
     path, tree = str(source / CONFIG_NAME), located_tree(source, recorded, elsewhere)
-    before = files.build_config(copy.deepcopy(tree), path)
-    files.apply_overrides(tree, overrides)
-    config = files.build_config(tree, path)
+    before = build_config(copy.deepcopy(tree), path)
+    apply_overrides(tree, overrides)
+    config = build_config(tree, path)
     old, new = gather(before), gather(config)
     changed = config_changes(old.config, new.config) | changes(old.digests, new.digests)
     changed = {field: values for field, values in changed.items() if not _is_same_folder(field, old, new)}

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ppo_repro.config.files import path_fields
 from ppo_repro.config.run import ModelFolder, RunConfig
 from ppo_repro.config.tasks import ArithmeticTask, ColumnAdditionTask, JsonlTask
+from ppo_repro.config.tree import path_fields
 from ppo_repro.models.folder_files import check_folder
 from ppo_repro.tasks.problems import load_source
 from ppo_repro.user.file import file_and_name

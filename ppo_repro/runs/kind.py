@@ -16,7 +16,7 @@ from ppo_repro.base.ranks import ALONE, Ranks
 from ppo_repro.base.watcher import Watcher
 from ppo_repro.config.control import ControlConfig
 from ppo_repro.config.dpo import DPOConfig
-from ppo_repro.config.files import Kind
+from ppo_repro.config.kinds import Kind
 from ppo_repro.config.run import RunConfig
 from ppo_repro.records.manifest import FinalResults
 from ppo_repro.runs.kept_checkpoints import Checkpoints

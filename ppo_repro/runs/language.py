@@ -16,7 +16,7 @@ from ppo_repro.base.files import whole_folder, write_sums
 from ppo_repro.base.ranks import Ranks
 from ppo_repro.base.watcher import Watcher
 from ppo_repro.buffers import Iteration
-from ppo_repro.config.files import LANGUAGE
+from ppo_repro.config.kinds import LANGUAGE
 from ppo_repro.config.run import ModelFolder, RunConfig
 from ppo_repro.loop import ppo_iterations
 from ppo_repro.models.folders import named_weights, save_adapter, save_model, save_value_model, write_model

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.output import say, size
-from ppo_repro.config.files import AnyConfig
+from ppo_repro.config.kinds import AnyConfig
 from ppo_repro.config.run import RunConfig
 from ppo_repro.numerics.devices import Card, device_count, kernels_of, torch_device
 from ppo_repro.runs.plan import Plan, plan_run

@@ -22,8 +22,9 @@ from ppo_repro.base.beside import modules_beside
 from ppo_repro.base.errors import PromiseBroken, UserError
 from ppo_repro.base.files import MANIFEST
 from ppo_repro.base.ranks import Ranks
-from ppo_repro.config.files import AnyConfig, path_fields
 from ppo_repro.config.inputs import decisive, file_of
+from ppo_repro.config.kinds import AnyConfig
+from ppo_repro.config.tree import path_fields
 from ppo_repro.records import manifest
 from ppo_repro.records.folder import CHECKPOINTS_NAME, REFERENCE
 from ppo_repro.records.located import located_tree

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any, Generic
 
 from ppo_repro.base.errors import UserError
-from ppo_repro.config.files import MODELS, apply_overrides, validated
+from ppo_repro.config.files import validated
+from ppo_repro.config.kinds import CONFIGS
+from ppo_repro.config.tree import apply_overrides
 from ppo_repro.records import folder
 from ppo_repro.records.located import located_tree
 from ppo_repro.records.manifest import Manifest
@@ -51,7 +53,7 @@ def continued(
     model_too = checkpoint is None or not folder.has_reference(recorded)
     tree = located_tree(run_dir, recorded, elsewhere, model_too)
     apply_overrides(tree, overrides)
-    config: Config = validated(MODELS[kind.name], tree, str(run_dir / folder.CONFIG_NAME))  # type: ignore[assignment]
+    config: Config = validated(CONFIGS[kind.name], tree, str(run_dir / folder.CONFIG_NAME))  # type: ignore[assignment]
     named: dict[str, Any] = config.model_dump(mode="json")
     if not model_too:
         del named["model"]

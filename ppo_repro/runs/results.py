@@ -10,7 +10,7 @@ from typing import NamedTuple
 import pandas as pd
 
 from ppo_repro.config.control import ControlConfig
-from ppo_repro.config.files import CONTROL, DPO, LANGUAGE
+from ppo_repro.config.kinds import CONTROL, DPO, LANGUAGE
 from ppo_repro.config.run import RunConfig
 from ppo_repro.config.tasks import RewardConfig, Verifier
 from ppo_repro.records import reader

@@ -11,8 +11,8 @@ from typing import Any
 
 from ppo_repro.base.clock import Clock, as_text
 from ppo_repro.base.errors import UserError
-from ppo_repro.config.files import AnyConfig
 from ppo_repro.config.inputs import digest_of
+from ppo_repro.config.kinds import AnyConfig
 from ppo_repro.config.rollout import OwnEngine, SGLangServers
 from ppo_repro.config.run import RunConfig
 from ppo_repro.config.section import sorted_json

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from ppo_repro.config.algorithm import KLInReward
-from ppo_repro.config.files import CONTROL, DPO, LANGUAGE, Kind
+from ppo_repro.config.kinds import CONTROL, DPO, LANGUAGE, Kind
 from ppo_repro.config.run import RunConfig
 from ppo_repro.config.tasks import ExactMatch
 from ppo_repro.records import reader

@@ -8,7 +8,7 @@ from pathlib import Path, PurePath
 
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.files import MANIFEST, SUMS_NAME, check_links, check_sums
-from ppo_repro.config.files import LANGUAGE
+from ppo_repro.config.kinds import LANGUAGE
 from ppo_repro.records import manifest, reader
 from ppo_repro.records.folder import (
     ACCURACY_NAME,

@@ -8,7 +8,7 @@ import pytest
 
 from ppo_repro.analysis.grid_outcomes import ACCURACY, MEASURES
 from ppo_repro.analysis.report.data.metrics import CONTENT, Metric
-from ppo_repro.config.files import CONTROL, DPO, LANGUAGE, Kind
+from ppo_repro.config.kinds import CONTROL, DPO, LANGUAGE, Kind
 from ppo_repro.records.schema import CONTROL_TABLES, DPO_TABLES, ITERATIONS, TABLES, Table
 from ppo_repro.statistics.mismatch_metrics import METRICS
 from tests.support.paths import ROOT

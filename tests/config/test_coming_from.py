@@ -12,8 +12,9 @@ from ppo_repro.config.coming_from import NO_FIELD, ROWS
 from ppo_repro.config.control import ControlConfig
 from ppo_repro.config.dpo import DPOConfig
 from ppo_repro.config.fields import field_paths
-from ppo_repro.config.files import read_tree, set_field, validated
+from ppo_repro.config.files import read_tree, validated
 from ppo_repro.config.run import RunConfig
+from ppo_repro.config.tree import set_field
 from tests.support.paths import ROOT, SMALL, SMALL_CONTROL
 
 Model = type[RunConfig | DPOConfig | ControlConfig]

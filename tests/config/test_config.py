@@ -12,9 +12,10 @@ import yaml
 from pydantic import Field, ValidationError
 
 from ppo_repro.base.errors import Mistakes, UserError
-from ppo_repro.config.files import apply_overrides, build_config, dump_yaml, found, from_pyyaml, load_config, read_tree
+from ppo_repro.config.files import build_config, dump_yaml, found, load_config, read_tree
 from ppo_repro.config.mistakes import mistakes as lines_of
 from ppo_repro.config.section import Section
+from ppo_repro.config.tree import apply_overrides, from_pyyaml
 from ppo_repro.config.yaml_text import parse_yaml, write_yaml
 from ppo_repro.grids.spec import load_grid
 from tests.support.paths import ROOT, SMALL, SMALL_CONTROL, TINY_GRID

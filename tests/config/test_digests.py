@@ -19,8 +19,10 @@ from pydantic import BaseModel
 import ppo_repro
 from ppo_repro.base.errors import UserError
 from ppo_repro.config.fields import sections_of, tag_of
-from ppo_repro.config.files import MODELS, build_config, read_tree, set_field
+from ppo_repro.config.files import build_config, read_tree
+from ppo_repro.config.kinds import CONFIGS
 from ppo_repro.config.section import DEFAULTS, Experiment, Section, beyond_defaults
+from ppo_repro.config.tree import set_field
 from ppo_repro.records.changes import flat
 from tests.support.paths import TINY
 
@@ -158,7 +160,7 @@ def sections_in(section: type[BaseModel]) -> Iterator[type[BaseModel]]:
             yield from sections_in(below)
 
 
-SECTIONS = {section.__name__: section for model in MODELS.values() for section in sections_in(model)}
+SECTIONS = {section.__name__: section for model in CONFIGS.values() for section in sections_in(model)}
 
 
 def defaults_of(section: type[BaseModel]) -> dict[str, Any]:

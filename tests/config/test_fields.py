@@ -16,18 +16,11 @@ from ppo_repro.base.errors import Mistakes, UserError
 from ppo_repro.config.control import ControlConfig
 from ppo_repro.config.dpo import DPOConfig
 from ppo_repro.config.fields import field_paths, sections_of, types_of_fields
-from ppo_repro.config.files import (
-    MODELS,
-    build_config,
-    dump_yaml,
-    from_folder,
-    path_fields,
-    read_tree,
-    set_field,
-    validated,
-)
+from ppo_repro.config.files import build_config, dump_yaml, read_tree, validated
+from ppo_repro.config.kinds import CONFIGS
 from ppo_repro.config.run import RunConfig
 from ppo_repro.config.section import FIXED, MAX_FLOAT, PathText, ProgramText, Section
+from ppo_repro.config.tree import from_folder, path_fields, set_field
 from ppo_repro.config.yaml_text import parse_yaml
 from tests.support.paths import ROOT, SMALL, SMALL_CONTROL
 from tests.support.runs import small_config
@@ -57,7 +50,7 @@ def fields_by_type(model: type[BaseModel]) -> Iterator[tuple[str, bool, bool]]:
                 yield from fields_by_type(section)
 
 
-@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize("model", CONFIGS.values(), ids=CONFIGS)
 def test_a_name_has_the_type_of_a_path_in_every_section_or_in_none(model: type[BaseModel]) -> None:
     by_type = set(fields_by_type(model))
     assert len({name for name, *_ in by_type}) == len(by_type)

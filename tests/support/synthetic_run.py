@@ -12,8 +12,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from hypothesis import strategies as st
 
-from ppo_repro.config.files import CONTROL, LANGUAGE, Kind, load_any
+from ppo_repro.config.files import load_any
 from ppo_repro.config.inputs import Inputs
+from ppo_repro.config.kinds import CONTROL, LANGUAGE, Kind
 from ppo_repro.records import arrow, digests, manifest, schema, writer
 from ppo_repro.records.manifest import IterationEntry, TableEntry
 from ppo_repro.records.run_state import Status

@@ -21,7 +21,7 @@ from ppo_repro.analysis.report.sections.numbers_and_configuration import numbers
 from ppo_repro.analysis.report.sections.ratios_and_clipping import clipping_section
 from ppo_repro.analysis.report.sections.responses import samples_section, token_section
 from ppo_repro.analysis.report.sections.sampler_and_trainer import cause_statement, mismatch_section
-from ppo_repro.config.files import DPO
+from ppo_repro.config.kinds import DPO
 from ppo_repro.records.manifest import has_responses
 from ppo_repro.runs.results import ppo_results
 from ppo_repro.runs.summary import on_policy_lines, summarise

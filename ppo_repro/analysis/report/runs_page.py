@@ -20,7 +20,7 @@ from ppo_repro.analysis.report.data.run_curves import MANY_SEEDS, Curves, OneRun
 from ppo_repro.analysis.report.sections import curve_figures, grid_answer
 from ppo_repro.analysis.report.sections.curve_figures import PageLine, curve_sections, main_chart
 from ppo_repro.analysis.report.sections.numbers_and_configuration import folded_terms
-from ppo_repro.config.files import DPO
+from ppo_repro.config.kinds import DPO
 from ppo_repro.config.run import RunConfig
 from ppo_repro.records.grid import CELLS, read_grid_table
 from ppo_repro.records.label import read_label

@@ -16,7 +16,7 @@ from ppo_repro.analysis.report.sections.curve_figures import PageLine, curve_sec
 from ppo_repro.analysis.report.sections.numbers_and_configuration import numbers_section
 from ppo_repro.analysis.report.sections.responses import last_responses_section
 from ppo_repro.base.errors import UserError
-from ppo_repro.config.files import DPO
+from ppo_repro.config.kinds import DPO
 from ppo_repro.records import manifest
 from ppo_repro.records.changes import setup_changes, setup_of, value_text
 from ppo_repro.records.diff import RUN, first_difference

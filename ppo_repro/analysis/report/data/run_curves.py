@@ -14,7 +14,7 @@ from ppo_repro.analysis.mean_text import finite_of
 from ppo_repro.analysis.report.data.metrics import Metric, Range
 from ppo_repro.analysis.report.data.run_facts import Facts, read_facts
 from ppo_repro.analysis.significance import one_sample, t_interval
-from ppo_repro.config.files import CONTROL
+from ppo_repro.config.kinds import CONTROL
 from ppo_repro.records.manifest import has_responses
 from ppo_repro.runs.results import AgreementCounts, Change, draws_of_records, recorded_agreement
 from ppo_repro.statistics import clusters

@@ -18,7 +18,7 @@ import numpy as np
 from scipy.optimize import least_squares
 
 from ppo_repro.testing.audit import limits
-from ppo_repro.testing.audit.causes.cause import Cause, OtherDistribution
+from ppo_repro.testing.audit.causes.cause import Cause, Stage
 from ppo_repro.testing.audit.causes.inputs import of_inputs
 from ppo_repro.testing.audit.causes.models import of_models
 from ppo_repro.testing.audit.causes.recorded import RECORDED
@@ -26,7 +26,7 @@ from ppo_repro.testing.audit.causes.softmax import DISTRIBUTIONS
 from ppo_repro.testing.audit.distributions import Definition
 from ppo_repro.testing.audit.forward import Progress
 from ppo_repro.testing.audit.measure import rms
-from ppo_repro.testing.audit.search.combination import Combination, together
+from ppo_repro.testing.audit.search.combination import Combination
 from ppo_repro.testing.audit.search.hypothesis import Hypotheses, Hypothesis, hypotheses_of, hypothesis_of
 from ppo_repro.testing.audit.search.orders import of_other_orders
 from ppo_repro.testing.audit.search.other_bits import with_other_bits
@@ -85,11 +85,11 @@ def _is_pair(a: Cause, b: Cause, near: Set[Cause]) -> bool:
     `a` comes before `b` in the order of the stages, because `trial.causes` has that order.
     """
     parameters = [cause.parameter for cause in (a, b) if cause.parameter is not None]
-    if type(a) is type(b) or len(parameters) > 1 or any(p.in_pairs == 0 for p in parameters):
+    if a.stage == b.stage or len(parameters) > 1 or any(p.in_pairs == 0 for p in parameters):
         return False
     if a.rounds("computed", "weights"):
         return b in near  # a 16-bit error is small, so its partner must come near alone
-    return not a.is_option or isinstance(b, OtherDistribution)  # options are many
+    return not a.is_option or b.stage == Stage.DISTRIBUTION  # options are many
 
 
 # three steps, from all candidates to hypotheses: screen on few tokens, pass the best, compare on many tokens
@@ -141,7 +141,7 @@ def _with_value(trial: Trial, causes: tuple[Cause, ...]) -> Combination | None:
 
     If two responses have log-probs of temperature 0.7, the temperature gets one value, 0.7, for both.
     """
-    combination, few = together(*causes), trial.few
+    combination, few = Combination(causes), trial.few
     if combination.parameter is None:
         return combination
     most = combination.parameter.in_pairs if len(causes) > 1 else None

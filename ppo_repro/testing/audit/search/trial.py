@@ -14,7 +14,7 @@ from ppo_repro.testing.audit import limits
 from ppo_repro.testing.audit.causes.cause import Cause, OtherInput
 from ppo_repro.testing.audit.measure import errors_of, rms
 from ppo_repro.testing.audit.numbers import Numbers, RecordedChunk
-from ppo_repro.testing.audit.search.combination import PLAIN, Combination, together
+from ppo_repro.testing.audit.search.combination import PLAIN, Combination
 from ppo_repro.testing.audit.search.logits import Logits
 from ppo_repro.testing.audit.search.predict import Predictor
 from ppo_repro.testing.audit.search.windows import Tokens, WrongResponse, few_and_many
@@ -83,8 +83,8 @@ class Trial:
     def narrow_errors(self, cause: Cause, tokens: Tokens) -> Tensor:
         """Return the 16-bit rounding (nats) in the numbers that a cause predicts, at the usable tokens."""
         assert cause.rounded is not None
-        narrow = self.predictor(together(cause), tokens)
-        exact = self.predictor(Combination(distribution=cause.rounded.exact), tokens)
+        narrow = self.predictor(Combination((cause,)), tokens)
+        exact = self.predictor(PLAIN if cause.rounded.exact is None else Combination((cause.rounded.exact,)), tokens)
         both = zip(narrow, exact, tokens.windows, strict=True)
         apart = [(a - b)[self.tried_numbers[w.response].usable[w.here]].cpu() for a, b, w in both]
         return torch.cat(apart)

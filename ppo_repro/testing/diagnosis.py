@@ -163,11 +163,12 @@ def _tier_of_unequal(evidence: Evidence) -> str:
 
 
 def _evidence(sums: PatternSums, metrics: Mapping[tuple[str, str], float]) -> Evidence:
-    n, m, shifted = sums.tokens, sums.moments, sums.neighbours
+    n = sums.tokens
+    m = sums.moments
     covariance = m.ab - m.a * m.b / n
     spread = (m.a_sq - m.a**2 / n) * (m.b_sq - m.b**2 / n)
     slope, left_by_temperature = _temperature(sums)
-    shift = min(_ratio(shifted.next_sq, shifted.pairs), _ratio(shifted.previous_sq, shifted.pairs))
+    shift = _ratio(min(sums.neighbours.next_sq, sums.neighbours.previous_sq), sums.neighbours.pairs)
     repeated = _ratio(sums.again.again_sq, sums.again.delta_sq)
     return Evidence(
         tokens=n,

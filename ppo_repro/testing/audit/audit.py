@@ -135,12 +135,13 @@ def _check_model(stack: StackModel, responses: Sequence[DumpedResponse]) -> None
         if not r.prompt_ids or not r.response_ids:
             what = "response tokens" if not r.response_ids else "prompt token, so nothing predicts its first token"
             raise UserError(f"row {r.row}: has no {what}; an audit needs the ids of prompt and response")
-        worst, length = max(*r.prompt_ids, *r.response_ids), len(r.prompt_ids) + len(r.response_ids)
+        largest = max(*r.prompt_ids, *r.response_ids)
+        length = len(r.prompt_ids) + len(r.response_ids)
         advice = "give the folder of the model that the dump was made with"
         for name, model in stack.models.items():
-            if worst >= (size := vocabulary(model)):
+            if largest >= (size := vocabulary(model)):
                 raise UserError(
-                    f"row {r.row}: token {worst} is not in the vocabulary of {size} of the {name}; {advice}"
+                    f"row {r.row}: token {largest} is not in the vocabulary of {size} of the {name}; {advice}"
                 )
             if length - 1 > (most := positions(model)):  # the last token is no input
                 raise UserError(f"row {r.row}: {length} tokens; the {name} has {most} positions; {advice}")
@@ -150,12 +151,12 @@ def _require_temperature(sampling: StackSampling, sides: Iterable[JudgedSide]) -
     """Raise UserError if the user gave no temperature and one explains a side, which may be right at it, or wrong."""
     if sampling.is_temperature_given:
         return
-    found = {side.name: f"{side.temperature:.4g}" for side in sides if side.temperature is not None}
-    if found:
-        said = " and ".join(f"temperature {x} explains the {name}" for name, x in found.items())
-        x = next(iter(found.values()))
+    temperatures = {side.name: f"{side.temperature:.4g}" for side in sides if side.temperature is not None}
+    if temperatures:
+        explained = " and ".join(f"temperature {x} explains the {name}" for name, x in temperatures.items())
+        x = next(iter(temperatures.values()))
         raise UserError(
-            f"--temperature: missing, and {said}; did you forget --temperature {x}? Give the temperature of the "
+            f"--temperature: missing, and {explained}; did you forget --temperature {x}? Give the temperature of the "
             "sampler, --temperature 1 if it was 1"
         )
 
@@ -168,7 +169,8 @@ def _check_weights(sampler: JudgedSide, trainer: JudgedSide, recorded: Sequence[
     differences = torch.cat([(a.recorded - b.recorded)[a.usable & b.usable] for a, b in pairs])
     if not len(differences):
         return  # the sides share no token
-    apart, nearer = rms(differences), min(sampler.distance.rms, trainer.distance.rms)
+    apart = rms(differences)
+    nearer = min(sampler.distance.rms, trainer.distance.rms)
     if apart <= max(limits.RIGHT * floor, limits.AGREE * nearer):
         known = f" ({sampler.known[0]})" if sampler.known else ""
         raise UserError(

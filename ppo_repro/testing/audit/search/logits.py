@@ -58,10 +58,10 @@ class Logits:
         return self._chunks[causes, tokens]
 
     def _cut(self, w: Window, logits: Tensor, targets: Tensor) -> Iterator[Chunk]:
-        r, counts = self.responses[w.response], self.counts[w.response]
+        r = self.responses[w.response]
         for at in slices(*logits.shape):
             before = r.response_ids[: w.start + at.start]
-            yield Chunk(logits[at], targets[at], r.prompt_ids, before, self.sampling, counts)
+            yield Chunk(logits[at], targets[at], r.prompt_ids, before, self.sampling, self.counts[w.response])
 
     def _states_of(self, causes: Combination, tokens: Tokens) -> tuple[States, Tensor]:
         """Return the states that predict the tokens of all windows, and the targets, which another input may change.
@@ -70,8 +70,10 @@ class Logits:
         """
         if (causes, tokens) in self._states:
             return self._states[causes, tokens]
-        model, targets = self._model(causes), list[int]()
-        passes, rows = list[Pass](), list[int]()  # rows: where the tokens of the passes are
+        model = self._model(causes)
+        targets = list[int]()
+        passes = list[Pass]()
+        rows = list[int]()  # where the tokens of the passes are
         for w in tokens.windows:
             for one in self._passes(causes.get(OtherInput), w):
                 passes.append(one)

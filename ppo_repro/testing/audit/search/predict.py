@@ -50,15 +50,17 @@ class Predictor:
         """Return the quantity of each token, by window; without a cause in this stage its log-prob."""
         if combination == PLAIN:
             return [self.right[w.response][w.here] for w in tokens.windows]
-        causes, quantity = combination.up_to(Stage.DISTRIBUTION), combination.get(OtherQuantity)
+        causes = combination.up_to(Stage.DISTRIBUTION)
+        quantity = combination.get(OtherQuantity)
         if quantity is None:
             return self._logprobs_of_targets(causes, tokens)
-        found, value = [], combination.value_of(quantity)
-        windows, of_all = self.logits.chunks(causes, tokens), self._logprobs_of_all(causes, tokens)
-        for chunks, logprobs in zip(windows, of_all, strict=True):
+        quantities = []
+        value = combination.value_of(quantity)
+        windows = zip(self.logits.chunks(causes, tokens), self._logprobs_of_all(causes, tokens), strict=True)
+        for chunks, logprobs in windows:
             pairs = zip(chunks, logprobs, strict=True)
-            found.append(torch.cat([quantity.applied(chunk, logp, value).double() for chunk, logp in pairs]))
-        return found
+            quantities.append(torch.cat([quantity.applied(chunk, logp, value).double() for chunk, logp in pairs]))
+        return quantities
 
     def _logprobs_of_targets(self, causes: Combination, tokens: Tokens) -> list[Tensor]:
         """Return the log-probs of the targets, by window."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 import torch
@@ -74,10 +75,6 @@ class Tally:
     def is_wrong(self) -> bool:
         """Return whether the tokens were clearly drawn from other distributions."""
         return self.draws().is_wrong or self.left_out()[1] >= -math.log(CHANCE)
-
-    def impossible(self) -> int:
-        """Return the number of tokens of probability 0."""
-        return -self.likelihood()[0]
 
     def likelihood(self) -> tuple[int, float]:
         """Return minus the number of tokens of probability 0, and the sum of the other log-probs, nats."""
@@ -169,13 +166,9 @@ def _grammar(tally: Tally) -> dict[DrawCause, Change]:
     size, undrawn = len(is_undrawn), int(is_undrawn.sum())
     if undrawn < 2:
         return {}
-    words = f"a grammar or bans that leave {size - undrawn:,} of {size:,} tokens"
     choices = math.lgamma(size + 1) - math.lgamma(undrawn + 1) - math.lgamma(size - undrawn + 1)
-
-    def without(logits: Tensor) -> Tensor:
-        return logits.masked_fill(is_undrawn.to(logits.device), -math.inf)
-
-    return {DrawCause("ban", words, choices): without}
+    grammar = DrawCause("ban", f"a grammar or bans that leave {size - undrawn:,} of {size:,} tokens", choices)
+    return {grammar: lambda logits: logits.masked_fill(is_undrawn.to(logits.device), -math.inf)}
 
 
 def _smallest_cuts(tally: Tally) -> dict[DrawCause, Change]:
@@ -193,7 +186,7 @@ def _smallest_cuts(tally: Tally) -> dict[DrawCause, Change]:
 
 
 def _temperatures(given: float) -> dict[DrawCause, Change]:
-    def divided(times: float) -> Change:
-        return lambda logits: logits / times
-
-    return {DrawCause("temperature", f"temperature {times * given:.3g}"): divided(times) for times in TEMPERATURES}
+    return {
+        DrawCause("temperature", f"temperature {times * given:.3g}"): partial(torch.div, other=times)
+        for times in TEMPERATURES
+    }

@@ -35,7 +35,8 @@ def judged(stack: StackModel, recorded: Sequence[RecordedSide]) -> list[JudgedSi
     for side in recorded:
         distance = _distance(stack.model, side)
         if not distance.wrong_responses:
-            sides.append(_right(side, distance))
+            # tokens without a log-prob make a side wrong too
+            sides.append(JudgedSide(side.name, side.definition, distance, _missing_or_zero(side.numbers)))
             continue
         say(f"audit: {side.name} is wrong; the audit looks for the cause")
         before_logits = before_logits or causes_before_logits(stack, side.responses)  # once for both sides
@@ -59,11 +60,6 @@ def _distance(model: PreTrainedModel, side: RecordedSide) -> Distance:
     is_right = is_near and are_tokens_near
     wrong = [] if is_right else [i for i, x in enumerate(side.errors) if rms(x) > limit or i in far]
     return Distance(len(errors), rms(errors), largest, tuple(wrong))
-
-
-def _right(side: RecordedSide, distance: Distance) -> JudgedSide:
-    """Judge a side whose log-probs are right; tokens without a log-prob make it wrong."""
-    return JudgedSide(side.name, side.definition, distance, _missing_or_zero(side.numbers))
 
 
 def _wrong(wrong: WrongSide, distance: Distance, hypotheses: Hypotheses) -> JudgedSide:
@@ -90,7 +86,7 @@ def _beside_a_cause(wrong: WrongSide) -> list[str]:
 def _without_a_cause(wrong: WrongSide, gaps: Gaps) -> list[str]:
     """Describe the numbers of a side, and their errors."""
     side = wrong.recorded
-    why = gaps.words or impossible(_counted(side.numbers).float().numpy())
+    why = gaps.words if gaps.count else impossible(_counted(side.numbers).float().numpy())
     return [*filter(None, [why]), *of_format(wrong.stored), *facts(side.responses, side.numbers, wrong.tolerance)]
 
 

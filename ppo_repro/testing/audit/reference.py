@@ -62,7 +62,7 @@ def references_of(
             floor=max(rms(apart), limits.LEAST_FLOOR),
             largest=largest,
             measured=measured,
-            dropped=tallies[definition].impossible() if definition in tallies else 0,
+            dropped=tallies[definition].draws().impossible if definition in tallies else 0,
         )
     return references
 

@@ -57,7 +57,7 @@ class Combination:
 
 
 def _at_1(cause: Cause) -> Cause:
-    """Return the cause that computes the same as a temperature of 1; other causes have none."""
+    """Return the cause without a parameter that computes the same as a temperature of 1; another cause as it is."""
     return cause if cause.parameter is None else cause.parameter.temperature_1 or cause
 
 

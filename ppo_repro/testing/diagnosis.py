@@ -164,12 +164,12 @@ def _tier_of_unequal(evidence: Evidence) -> str:
 
 def _evidence(sums: PatternSums, metrics: Mapping[tuple[str, str], float]) -> Evidence:
     n = sums.tokens
-    covariance = sums.ab - sums.a * sums.b / n
-    spread = (sums.a_sq - sums.a**2 / n) * (sums.b_sq - sums.b**2 / n)
+    m = sums.moments
+    covariance = m.ab - m.a * m.b / n
+    spread = (m.a_sq - m.a**2 / n) * (m.b_sq - m.b**2 / n)
     slope, left_by_temperature = _temperature(sums)
-    repeated = _ratio(sums.again_sq, sums.again_delta_sq)
-    shift = min(_ratio(sums.next_sq, sums.neighbours), _ratio(sums.previous_sq, sums.neighbours))
-    formats = sums.formats_a, sums.formats_b
+    shift = _ratio(min(sums.neighbours.next_sq, sums.neighbours.previous_sq), sums.neighbours.pairs)
+    repeated = _ratio(sums.again.again_sq, sums.again.delta_sq)
     return Evidence(
         tokens=n,
         n_nonfinite=metrics["n_nonfinite", "count"],
@@ -183,11 +183,11 @@ def _evidence(sums: PatternSums, metrics: Mapping[tuple[str, str], float]) -> Ev
         left_by_kept_mass=_ratio(sums.mass_sq, sums.delta_sq),
         left_without_zeros=_ratio(sums.delta_sq - sums.zeros_sq, sums.delta_sq),
         left_by_shift=_ratio(shift, sums.delta_sq / n),
-        left_by_sorting=_ratio(sums.sorted_sq, sums.delta_sq),
-        left_by_token=_ratio(sums.by_token_sq, sums.by_one_slope_sq),
-        repeat_over_delta=math.sqrt(repeated) if sums.again else math.nan,
-        frac_bfloat16=max(side.bfloat16 / max(side.nonzero, 1.0) for side in formats),
-        frac_float16=max(side.float16 / max(side.nonzero, 1.0) for side in formats),
+        left_by_sorting=_ratio(m.sorted_sq, sums.delta_sq),
+        left_by_token=_ratio(sums.repeated.by_token_sq, sums.repeated.by_one_slope_sq),
+        repeat_over_delta=math.sqrt(repeated) if sums.again.tokens else math.nan,
+        frac_bfloat16=max(side.bfloat16 / max(side.nonzero, 1.0) for side in (sums.formats_a, sums.formats_b)),
+        frac_float16=max(side.float16 / max(side.nonzero, 1.0) for side in (sums.formats_a, sums.formats_b)),
     )
 
 
@@ -197,10 +197,11 @@ def _temperature(sums: PatternSums) -> tuple[float, float]:
     x = b + H, k = H + log sum p^2. The fit is the parabola for log sum_v p_v^s that is 0 with slope -H at s = 1 and
     log sum p^2 at s = 2. NaN without the entropies.
     """
-    if math.isnan(sums.k_sq) or not sums.delta_sq:
+    terms = sums.temperature
+    if math.isnan(terms.k_sq) or not sums.delta_sq:
         return math.nan, math.nan
-    terms = np.array([sums.delta_sq, -2 * sums.delta_x, sums.x_sq - 2 * sums.delta_k, 2 * sums.x_k, sums.k_sq])
-    residual = np.polynomial.Polynomial(terms)
+    quadratic = terms.x_sq - 2 * terms.delta_k
+    residual = np.polynomial.Polynomial([sums.delta_sq, -2 * terms.delta_x, quadratic, 2 * terms.x_k, terms.k_sq])
     roots = residual.deriv().roots()
     real = roots[np.abs(roots.imag) < 1e-9].real
     best = min(real, key=lambda t: float(residual(t)), default=0.0)
@@ -242,11 +243,11 @@ def _in_one_group(cause: CauseName, column: GroupColumn, needs: str) -> Row:
     """Return the row of a cause in the sequences where `column` is above 0; if all have it, nothing tests the cause."""
 
     def fits(sums: PatternSums, evidence: Evidence) -> bool:
-        groups = sums.groups(column)
+        groups = sums.groups[column]
         return is_tested(sums) and (_ten_times(*groups) or _only_one_group(*groups))
 
     def is_tested(sums: PatternSums) -> bool:
-        return sums.groups(column)[0].sequences > 0
+        return sums.groups[column].clean.sequences > 0
 
     return Row(cause, fits, is_tested, needs)
 
@@ -276,8 +277,8 @@ def _fits_format(sums: PatternSums, evidence: Evidence) -> bool:
 
 def _fits_tokens(sums: PatternSums, evidence: Evidence) -> bool:
     # old weights may favour some tokens everywhere too
-    is_fresh = sums.groups("steps_since_sync")[1].sequences == 0
-    return is_fresh and sums.repeated >= ENOUGH_TOKENS and evidence.left_by_token <= LEFT_BY_TOKEN
+    is_fresh = sums.groups["steps_since_sync"].dirty.sequences == 0
+    return is_fresh and sums.repeated.tokens >= ENOUGH_TOKENS and evidence.left_by_token <= LEFT_BY_TOKEN
 
 
 ROWS = (
@@ -295,17 +296,17 @@ ROWS = (
     Row(
         "temperature",
         lambda sums, evidence: evidence.left_by_temperature <= LEFT_BY_TEMPERATURE,
-        lambda sums: not math.isnan(sums.k_sq),
+        lambda sums: not math.isnan(sums.temperature.k_sq),
         "entropies and prob_sq_sums of the trainer",
     ),
     _in_one_group("padding_leak", "pad_length", "pad_length of each row, some of them 0"),
-    Row("dropout", _fits_dropout, lambda sums: sums.again > 0, "logprobs_b_again, a second pass of the trainer"),
+    Row("dropout", _fits_dropout, lambda sums: sums.again.tokens > 0, "logprobs_b_again, a second pass of the trainer"),
     _in_one_group("stale_weights", "steps_since_sync", "steps_since_sync, some of them 0"),
     Row("reduced_precision", _fits_format),
     Row(
         "token_bias",
         _fits_tokens,
-        lambda sums: not math.isnan(sums.groups("steps_since_sync")[1].sequences),
+        lambda sums: not math.isnan(sums.groups["steps_since_sync"].dirty.sequences),
         "steps_since_sync, 0 everywhere",
     ),
 )

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass, field, fields
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -26,69 +25,95 @@ GroupColumn = Literal["pad_length", "steps_since_sync", "id_differs", "prompt_di
 GROUP_COLUMNS: tuple[GroupColumn, ...] = get_args(GroupColumn)
 
 
-@dataclass(frozen=True)
-class GroupSums:
+class Moments(NamedTuple):
+    """Sums over log-probs: the sampler's a, and the trainer's b."""
+
+    a: float
+    b: float
+    a_sq: float
+    b_sq: float
+    ab: float
+    sorted_sq: float  # (a - b)^2 after both are sorted
+
+
+class NeighbourSums(NamedTuple):
+    """Sums over the pairs of neighbouring tokens i and i + 1 of a response."""
+
+    pairs: float
+    next_sq: float  # (b[i] - a[i + 1])^2
+    previous_sq: float  # (b[i + 1] - a[i])^2
+
+
+class RepeatedSums(NamedTuple):
+    """Sums over the tokens whose id occurs twice."""
+
+    tokens: float
+    by_token_sq: float  # what a slope for each token id leaves of their delta^2
+    by_one_slope_sq: float  # what one slope leaves
+
+
+class TemperatureSums(NamedTuple):
+    """Sums of the terms of a temperature: with the entropy H, x = b + H and k = H + log sum p^2."""
+
+    delta_x: float
+    x_sq: float
+    delta_k: float
+    x_k: float
+    k_sq: float
+
+
+class AgainSums(NamedTuple):
+    """Sums over the tokens with a second pass of the trainer."""
+
+    tokens: float
+    again_sq: float  # (second pass - b)^2
+    delta_sq: float
+
+
+class Formats(NamedTuple):
+    """Counts of a side's log-probs other than 0, which every format has, and of the 16-bit numbers among them."""
+
+    nonzero: float
+    float16: float
+    bfloat16: float
+
+
+class GroupSums(NamedTuple):
     """Sums over a group of sequences."""
 
-    sequences: float = 0.0  # their number
-    equal: float = 0.0  # the number whose log-probs all agree
-    means: float = 0.0  # of their mean |delta|, nats
-    means_sq: float = 0.0
+    sequences: float  # their number
+    equal: float  # the number whose log-probs all agree
+    means: float  # of their mean |delta|, nats
+    means_sq: float
+
+
+class Groups(NamedTuple):
+    """The sums of the sequences where a column is 0 (clean), and of the sequences where it is above 0."""
+
+    clean: GroupSums
+    dirty: GroupSums
 
 
 UNKNOWN = GroupSums(math.nan, math.nan, math.nan, math.nan)  # a response lacks the column
 
 
-@dataclass(frozen=True)
-class Formats:
-    """Counts of a side's log-probs other than 0, which every format has, and of the 16-bit numbers among them."""
-
-    nonzero: float = 0.0
-    float16: float = 0.0
-    bfloat16: float = 0.0
-
-
-Record = TypeVar("Record", GroupSums, Formats)
-
-
-@dataclass(frozen=True)
-class PatternSums:
+class PatternSums(NamedTuple):
     """Sums over the tokens with two finite log-probs; NaN, of an optional column, if a token lacks it."""
 
-    tokens: float = 0.0
-    above_0: float = 0.0  # tokens with a log-prob above 0
-    delta_sq: float = 0.0
-    a: float = 0.0  # the sampler's log-probs; b: the trainer's
-    b: float = 0.0
-    a_sq: float = 0.0
-    b_sq: float = 0.0
-    ab: float = 0.0
-    sorted_sq: float = 0.0  # (a - b)^2 after both are sorted
-    zeros: float = 0.0  # tokens of which one log-prob is 0
-    zeros_sq: float = 0.0  # delta^2 of these tokens
-    neighbours: float = 0.0  # pairs of neighbouring tokens of a response
-    next_sq: float = 0.0  # (b[i] - a[i + 1])^2
-    previous_sq: float = 0.0  # (b[i + 1] - a[i])^2
-    repeated: float = 0.0  # tokens whose id occurs twice
-    by_token_sq: float = 0.0  # what a slope for each token id leaves of their delta^2
-    by_one_slope_sq: float = 0.0  # what one slope leaves
-    # with the entropy H: x = b + H and k = H + log sum p^2, the terms of a temperature
-    delta_x: float = 0.0
-    x_sq: float = 0.0
-    delta_k: float = 0.0
-    x_k: float = 0.0
-    k_sq: float = 0.0
-    mass_sq: float = 0.0  # (delta - log_kept_mass)^2
-    again: float = 0.0  # tokens with a second pass of the trainer
-    again_sq: float = 0.0  # (second pass - b)^2
-    again_delta_sq: float = 0.0  # delta^2 of these tokens
-    formats_a: Formats = Formats()
-    formats_b: Formats = Formats()
-    by_column: Mapping[GroupColumn, tuple[GroupSums, GroupSums]] = field(default_factory=dict)
-
-    def groups(self, column: GroupColumn) -> tuple[GroupSums, GroupSums]:
-        """Return the sequences where a column is 0, and the sequences where it is above 0."""
-        return self.by_column.get(column, (GroupSums(), GroupSums()))
+    tokens: float
+    above_0: float  # tokens with a log-prob above 0
+    delta_sq: float
+    moments: Moments
+    zeros: float  # tokens of which one log-prob is 0
+    zeros_sq: float  # delta^2 of these tokens
+    neighbours: NeighbourSums
+    repeated: RepeatedSums
+    temperature: TemperatureSums
+    mass_sq: float  # (delta - log_kept_mass)^2
+    again: AgainSums
+    formats_a: Formats
+    formats_b: Formats
+    groups: Mapping[GroupColumn, Groups]
 
 
 def pattern_sums(tokens: pd.DataFrame) -> PatternSums:
@@ -100,31 +125,38 @@ def pattern_sums(tokens: pd.DataFrame) -> PatternSums:
     a32, b32 = tokens["logprobs_a"].to_numpy(), tokens["logprobs_b"].to_numpy()
     a, b, delta = a32.astype(np.float64), b32.astype(np.float64), tokens["delta"].to_numpy()
     owner = np.unique(tokens["sequence"].to_numpy(), return_inverse=True)[1]
-    parts = [  # each has sums of its own, and 0 for the other sums
-        _moments(a, b, delta),
-        _positions(tokens, a, b, delta, owner),
-        _by_token(tokens["token_id"].to_numpy(), b, delta),
-        _optional(tokens, b, delta),
-        _groups(tokens, delta, owner),
-        PatternSums(formats_a=_formats(a32), formats_b=_formats(b32)),
-    ]
-    return added_patterns(parts)
-
-
-def added_patterns(parts: Sequence[PatternSums]) -> PatternSums:
-    """Add sums; an optional column that one iteration lacks makes its sums NaN."""
-    counted = [f.name for f in fields(PatternSums) if isinstance(f.default, float)]
-    groups = {column: zip(*(part.groups(column) for part in parts), strict=True) for column in GROUP_COLUMNS}
+    is_zero = (a == 0.0) != (b == 0.0)
     return PatternSums(
-        **{name: float(sum(getattr(part, name) for part in parts)) for name in counted},
-        formats_a=_by_field([part.formats_a for part in parts]),
-        formats_b=_by_field([part.formats_b for part in parts]),
-        by_column={column: (_by_field(clean), _by_field(dirty)) for column, (clean, dirty) in groups.items()},
+        tokens=float(len(delta)),
+        above_0=_total((a > ABOVE_0) | (b > ABOVE_0)),
+        delta_sq=_total(delta**2),
+        moments=_moments(a, b),
+        zeros=_total(is_zero),
+        zeros_sq=_total(delta[is_zero] ** 2),
+        neighbours=_neighbours(tokens["position"].to_numpy(), a, b, owner),
+        repeated=_repeated(tokens["token_id"].to_numpy(), b, delta),
+        temperature=_temperature(b, delta, _optional(tokens, "entropies"), _optional(tokens, "prob_sq_sums")),
+        mass_sq=_total((delta - _optional(tokens, "log_kept_mass")) ** 2),
+        again=_again(b, delta, _optional(tokens, "logprobs_b_again")),
+        formats_a=_formats(a32),
+        formats_b=_formats(b32),
+        groups=_groups(tokens, delta, owner),
     )
 
 
-def _by_field(records: Sequence[Record]) -> Record:
-    return type(records[0])(*map(sum, zip(*map(astuple, records), strict=True)))
+def added_patterns(parts: Sequence[PatternSums]) -> PatternSums:
+    """Add the sums of iterations; an optional column that one iteration lacks makes its sums NaN."""
+    return PatternSums(*map(_added, zip(*parts, strict=True)))
+
+
+def _added(parts: Sequence[Any]) -> Any:
+    """Add numbers, or the fields of named tuples, or the values of mappings."""
+    first = parts[0]
+    if isinstance(first, Mapping):
+        return {key: _added([part[key] for part in parts]) for key in first}
+    if isinstance(first, tuple):
+        return type(first)(*map(_added, zip(*parts, strict=True)))
+    return sum(parts)
 
 
 def ordered_pairs(pairs: pd.DataFrame) -> pd.DataFrame:
@@ -149,35 +181,31 @@ def _total(values: npt.ArrayLike) -> float:
     return float(np.sum(np.asarray(values, dtype=np.float64)))
 
 
-def _moments(a: Floats, b: Floats, delta: Floats) -> PatternSums:
-    return PatternSums(
-        tokens=float(len(delta)),
-        above_0=_total((a > ABOVE_0) | (b > ABOVE_0)),
-        delta_sq=_total(delta**2),
-        a=_total(a),
-        b=_total(b),
-        a_sq=_total(a**2),
-        b_sq=_total(b**2),
-        ab=_total(a * b),
-        sorted_sq=_total((np.sort(a) - np.sort(b)) ** 2),
-    )
+def _optional(tokens: pd.DataFrame, name: str) -> Floats:
+    """Return an optional column; NaN if the frame, or a response of a file, lacks it.
+
+    delta_sq is of all tokens, so the sums of a column must be of all tokens too: one NaN makes them NaN.
+    """
+    values = tokens[name].to_numpy().astype(np.float64) if name in tokens else np.full(len(tokens), np.nan)
+    return np.where(np.isfinite(values), values, np.nan)
 
 
-def _positions(tokens: pd.DataFrame, a: Floats, b: Floats, delta: Floats, owner: npt.NDArray[np.int64]) -> PatternSums:
-    zero = (a == 0.0) != (b == 0.0)
-    same = owner[1:] == owner[:-1]
+def _moments(a: Floats, b: Floats) -> Moments:
+    sorted_sq = (np.sort(a) - np.sort(b)) ** 2
+    return Moments(_total(a), _total(b), _total(a**2), _total(b**2), _total(a * b), _total(sorted_sq))
+
+
+def _neighbours(positions: npt.NDArray[Any], a: Floats, b: Floats, owner: npt.NDArray[np.int64]) -> NeighbourSums:
     # neighbours in the response, not just in the frame
-    same &= np.diff(tokens["position"].to_numpy()) == 1
-    return PatternSums(
-        zeros=_total(zero),
-        zeros_sq=_total(delta[zero] ** 2),
-        neighbours=_total(same),
-        next_sq=_total((b[:-1] - a[1:])[same] ** 2),
-        previous_sq=_total((b[1:] - a[:-1])[same] ** 2),
+    are_neighbours = (owner[1:] == owner[:-1]) & (np.diff(positions) == 1)
+    return NeighbourSums(
+        pairs=_total(are_neighbours),
+        next_sq=_total((b[:-1] - a[1:])[are_neighbours] ** 2),
+        previous_sq=_total((b[1:] - a[:-1])[are_neighbours] ** 2),
     )
 
 
-def _by_token(token_id: npt.NDArray[Any], b: Floats, delta: Floats) -> PatternSums:
+def _repeated(token_id: npt.NDArray[Any], b: Floats, delta: Floats) -> RepeatedSums:
     """Return the sums of squares left by the fit delta = slope * (1 - p), the effect of a wrong logit of a token.
 
     The slope of a token is fitted without this token, because noise must not explain itself.
@@ -192,53 +220,33 @@ def _by_token(token_id: npt.NDArray[Any], b: Floats, delta: Floats) -> PatternSu
         return np.where(usable, (delta - slope * u) ** 2, 0.0)
 
     repeated = np.bincount(ids)[ids] > 1
-    return PatternSums(
-        repeated=_total(repeated),
-        by_token_sq=_total(left(ids)[repeated]),
-        by_one_slope_sq=_total(left(np.zeros_like(ids))[repeated]),
-    )
+    by_token, by_one_slope = left(ids)[repeated], left(np.zeros_like(ids))[repeated]
+    return RepeatedSums(_total(repeated), _total(by_token), _total(by_one_slope))
 
 
-def _optional(tokens: pd.DataFrame, b: Floats, delta: Floats) -> PatternSums:
-    """Return the sums of the optional columns, and of the tokens with a second pass.
-
-    delta_sq is of all tokens, so the sums of a column must be of all tokens too: one NaN makes them NaN.
-    """
-
-    def numbers(name: str) -> Floats:
-        """Return a column of the frame; NaN if the frame, or a response of a file, lacks it."""
-        values = tokens[name].to_numpy().astype(np.float64) if name in tokens else np.full(len(tokens), np.nan)
-        return np.where(np.isfinite(values), values, np.nan)
-
-    entropy, squares, again = numbers("entropies"), numbers("prob_sq_sums"), numbers("logprobs_b_again")
-    x, k = b + entropy, entropy + np.log(np.where(squares > 0, squares, np.nan))
-    twice = np.isfinite(again)
-    return PatternSums(
-        delta_x=_total(delta * x),
-        x_sq=_total(x * x),
-        delta_k=_total(delta * k),
-        x_k=_total(x * k),
-        k_sq=_total(k * k),
-        mass_sq=_total((delta - numbers("log_kept_mass")) ** 2),
-        again=_total(twice),
-        again_sq=_total((again - b)[twice] ** 2),
-        again_delta_sq=_total(delta[twice] ** 2),
-    )
+def _temperature(b: Floats, delta: Floats, entropy: Floats, prob_sq_sum: Floats) -> TemperatureSums:
+    x, k = b + entropy, entropy + np.log(np.where(prob_sq_sum > 0, prob_sq_sum, np.nan))
+    return TemperatureSums(_total(delta * x), _total(x * x), _total(delta * k), _total(x * k), _total(k * k))
 
 
-def _groups(tokens: pd.DataFrame, delta: Floats, owner: npt.NDArray[np.int64]) -> PatternSums:
+def _again(b: Floats, delta: Floats, again: Floats) -> AgainSums:
+    there = np.isfinite(again)
+    return AgainSums(_total(there), _total((again - b)[there] ** 2), _total(delta[there] ** 2))
+
+
+def _groups(tokens: pd.DataFrame, delta: Floats, owner: npt.NDArray[np.int64]) -> dict[GroupColumn, Groups]:
     """Return the two groups of sequences of each GroupColumn."""
     means = np.bincount(owner, np.abs(delta)) / np.bincount(owner)
 
-    def groups(column: GroupColumn) -> tuple[GroupSums, GroupSums]:
+    def groups(column: GroupColumn) -> Groups:
         values = tokens[column].to_numpy().astype(np.float64) if column in tokens else np.array([np.nan])
         if np.isnan(values).any():
-            return UNKNOWN, UNKNOWN
+            return Groups(UNKNOWN, UNKNOWN)
         largest = np.zeros(len(means))
         np.maximum.at(largest, owner, values)
-        return _group(means[largest == 0]), _group(means[largest > 0])
+        return Groups(_group(means[largest == 0]), _group(means[largest > 0]))
 
-    return PatternSums(by_column={column: groups(column) for column in GROUP_COLUMNS})
+    return {column: groups(column) for column in GROUP_COLUMNS}
 
 
 def _group(means: Floats) -> GroupSums:

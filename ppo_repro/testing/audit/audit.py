@@ -28,7 +28,7 @@ from ppo_repro.models.stock import float64
 from ppo_repro.statistics.draws import Draws
 from ppo_repro.testing.audit import limits
 from ppo_repro.testing.audit.distributions import Definition, sampled_from
-from ppo_repro.testing.audit.draws import DrawCauses, Tally, absent_ends, drawn_from
+from ppo_repro.testing.audit.draws import DrawCause, Tally, absent_ends, draw_causes, drawn_from, other_order
 from ppo_repro.testing.audit.judge import judged
 from ppo_repro.testing.audit.judged_side import JudgedSide
 from ppo_repro.testing.audit.measure import rms
@@ -37,7 +37,6 @@ from ppo_repro.testing.audit.sides import RecordedSide, recorded_sides
 from ppo_repro.testing.audit.stack import StackModel, StackSampling, positions, vocabulary
 from ppo_repro.testing.dumps import DumpedResponse
 
-OTHER_ORDER = "another order of cuts"  # a cause of draws
 TOKENS = ("row", "turn", "position", "token_id", "reference", "trainer_reference", "sampler", "trainer")
 
 
@@ -56,12 +55,17 @@ class Audit:
     tokens: pd.DataFrame
     draws: Draws  # judged only if the sampler's log-probs are right, at least for its own order of cuts
     are_drawn: bool = True  # from the model's distribution
-    drawn_by: str = ""  # the causes that explain other draws
+    draw_causes: Sequence[DrawCause] = ()  # that explain other draws
 
     @property
     def is_right(self) -> bool:
         """Return whether both sides are right, and tokens were drawn from what the sampler reports."""
         return self.sampler.is_right and self.trainer.is_right and self.are_drawn
+
+    @property
+    def drawn_by(self) -> str:
+        """Return the words of the causes that explain other draws; "" for none."""
+        return " or ".join(cause.words for cause in self.draw_causes)
 
 
 @torch.no_grad()
@@ -78,7 +82,7 @@ def audit(stack: StackModel, responses: Sequence[DumpedResponse], sampling: Stac
     # log-probs of all tokens name no order of cuts
     reported = sampler.definition if sampler.definition in tallies else drawn_from(tallies)
     tally = tallies[reported] if sampler.state in ("right", "of its own order") else Tally()
-    drawn_by = _causes_of_draws(stack.model, responses, sampling, reported, tallies) if tally.is_wrong() else ""
+    is_wrong = tally.is_wrong()
     return Audit(
         responses=len(responses),
         floor=reference.floor,
@@ -86,33 +90,31 @@ def audit(stack: StackModel, responses: Sequence[DumpedResponse], sampling: Stac
         trainer=trainer,
         tokens=_tokens(responses, *(side.reference for side in recorded)),
         draws=tally.draws(),
-        are_drawn=not tally.is_wrong(),
-        drawn_by=drawn_by,
+        are_drawn=not is_wrong,
+        draw_causes=_draw_causes(stack.model, responses, sampling, reported, tallies) if is_wrong else (),
     )
 
 
 # were the tokens drawn from the log-probs
 
 
-def _causes_of_draws(
+def _draw_causes(
     model: PreTrainedModel,
     responses: Sequence[DumpedResponse],
     sampling: StackSampling,
     definition: Definition,
     tallies: Mapping[Definition, Tally],
-) -> str:
+) -> Sequence[DrawCause]:
     """Return the causes that explain tokens that were not drawn from the distribution of a definition."""
     say("audit: tokens were not drawn from the log-probs; the audit looks for the cause")
     likeliest = drawn_from(tallies)
     if not tallies[likeliest].is_wrong():
-        return f"{OTHER_ORDER}: {likeliest.words_beside_others}"
+        return [other_order(likeliest)]
     if not tallies[definition].draws().tokens:
-        return ""  # no drawn token is possible at all
-    causes = DrawCauses(tallies[definition], sampling.temperature)
+        return []  # no drawn token is possible at all
     with float64(model):
-        for _, chunk in chunks_of(model, responses, sampling, is_wide=True):
-            causes.add(definition.logits(chunk), chunk.targets, chunk.counts[chunk.here])
-    return causes.words()
+        chunks = (chunk for _, chunk in chunks_of(model, responses, sampling, is_wide=True))
+        return draw_causes(tallies[definition], definition, sampling, chunks)
 
 
 def _tokens(responses: Sequence[DumpedResponse], sampler: Reference, trainer: Reference) -> pd.DataFrame:
@@ -133,12 +135,13 @@ def _check_model(stack: StackModel, responses: Sequence[DumpedResponse]) -> None
         if not r.prompt_ids or not r.response_ids:
             what = "response tokens" if not r.response_ids else "prompt token, so nothing predicts its first token"
             raise UserError(f"row {r.row}: has no {what}; an audit needs the ids of prompt and response")
-        worst, length = max(*r.prompt_ids, *r.response_ids), len(r.prompt_ids) + len(r.response_ids)
+        largest = max(*r.prompt_ids, *r.response_ids)
+        length = len(r.prompt_ids) + len(r.response_ids)
         advice = "give the folder of the model that the dump was made with"
         for name, model in stack.models.items():
-            if worst >= (size := vocabulary(model)):
+            if largest >= (size := vocabulary(model)):
                 raise UserError(
-                    f"row {r.row}: token {worst} is not in the vocabulary of {size} of the {name}; {advice}"
+                    f"row {r.row}: token {largest} is not in the vocabulary of {size} of the {name}; {advice}"
                 )
             if length - 1 > (most := positions(model)):  # the last token is no input
                 raise UserError(f"row {r.row}: {length} tokens; the {name} has {most} positions; {advice}")
@@ -148,12 +151,12 @@ def _require_temperature(sampling: StackSampling, sides: Iterable[JudgedSide]) -
     """Raise UserError if the user gave no temperature and one explains a side, which may be right at it, or wrong."""
     if sampling.is_temperature_given:
         return
-    found = {side.name: f"{side.temperature:.4g}" for side in sides if side.temperature is not None}
-    if found:
-        said = " and ".join(f"temperature {x} explains the {name}" for name, x in found.items())
-        x = next(iter(found.values()))
+    temperatures = {side.name: f"{side.temperature:.4g}" for side in sides if side.temperature is not None}
+    if temperatures:
+        explained = " and ".join(f"temperature {x} explains the {name}" for name, x in temperatures.items())
+        x = next(iter(temperatures.values()))
         raise UserError(
-            f"--temperature: missing, and {said}; did you forget --temperature {x}? Give the temperature of the "
+            f"--temperature: missing, and {explained}; did you forget --temperature {x}? Give the temperature of the "
             "sampler, --temperature 1 if it was 1"
         )
 
@@ -166,7 +169,8 @@ def _check_weights(sampler: JudgedSide, trainer: JudgedSide, recorded: Sequence[
     differences = torch.cat([(a.recorded - b.recorded)[a.usable & b.usable] for a, b in pairs])
     if not len(differences):
         return  # the sides share no token
-    apart, nearer = rms(differences), min(sampler.distance.rms, trainer.distance.rms)
+    apart = rms(differences)
+    nearer = min(sampler.distance.rms, trainer.distance.rms)
     if apart <= max(limits.RIGHT * floor, limits.AGREE * nearer):
         known = f" ({sampler.known[0]})" if sampler.known else ""
         raise UserError(

@@ -96,7 +96,7 @@ class Definition:
 
     kind: Literal["tempered", "processed", "raw"]
     logits: Callable[[Chunk], Tensor]  # [k, V] whose softmax is the distribution of the chunk's tokens
-    uncut: Callable[[Chunk], Tensor]  # the same before the cuts
+    uncut: Callable[[Chunk], Tensor] | None = None  # the same before the cuts; None: there are none
     order: str = ""  # of the cuts, in words, with the engines that have it
     differs: Callable[[StackSampling], bool] = lambda sampling: True  # whether these settings tell it from the others
 
@@ -105,9 +105,12 @@ class Definition:
 
         Rounding moves a token across the end of a cut. A sampler that drew the token had kept it.
         """
-        at, kept = chunk.targets[:, None], self.logits(chunk)
-        own, total = self.uncut(chunk).gather(-1, at)[:, 0], kept.logsumexp(-1)
-        is_dropped = kept.gather(-1, at)[:, 0] == -math.inf
+        logits = self.logits(chunk)
+        uncut = logits if self.uncut is None else self.uncut(chunk)
+        targets = chunk.targets[:, None]
+        own = uncut.gather(-1, targets)[:, 0]
+        total = logits.logsumexp(-1)
+        is_dropped = logits.gather(-1, targets)[:, 0] == -math.inf
         return own - torch.where(is_dropped, torch.logaddexp(own, total), total)
 
     @property
@@ -147,17 +150,9 @@ def _is_temperature_last(s: StackSampling) -> bool:
     return s.is_tempered() and (s.top_p < 1.0 or s.min_p > 0.0)
 
 
-def _tempered(chunk: Chunk) -> Tensor:
-    return chunk.logits / chunk.sampling.temperature
-
-
-def _raw(chunk: Chunk) -> Tensor:
-    return chunk.logits
-
-
 OF_TOP_K = ", top-p of what top-k leaves"
-TEMPERED = Definition("tempered", _tempered, _tempered)
-RAW = Definition("raw", _raw, _raw)
+TEMPERED = Definition("tempered", lambda chunk: chunk.logits / chunk.sampling.temperature)
+RAW = Definition("raw", lambda chunk: chunk.logits)
 EACH_CUT_OF_ALL = _in_order("", StackSampling.is_processed)
 PROCESSED = (
     EACH_CUT_OF_ALL,

@@ -6,16 +6,18 @@ A sampler that draws with top-p 0.9 and reports log-probs of all tokens has righ
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from ppo_repro.statistics.draws import CHANCE, NONE, Draws, draws_of
 from ppo_repro.testing.audit import limits
-from ppo_repro.testing.audit.distributions import Definition, cut, target_logprobs
-from ppo_repro.testing.audit.stack import StackModel, vocabulary
+from ppo_repro.testing.audit.distributions import Chunk, Definition, cut, target_logprobs
+from ppo_repro.testing.audit.stack import StackModel, StackSampling, vocabulary
 from ppo_repro.testing.dumps import DumpedResponse
 
 TEMPERATURES = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 1.05, 1.1, 1.2, 1.4, 1.7, 2.0)  # in units of the given temperature
@@ -64,19 +66,15 @@ class Tally:
             torch.cat(self.cumulative).numpy(),
         )
 
-    def banned(self) -> tuple[str, float]:
-        """Return the token that was least likely to be left out, in words, and by how many nats; ("", 0) if none."""
-        if self.undrawn is None or not math.isfinite(most := float(self.undrawn.max())):
-            return "", 0.0
-        return f"a ban of token {int(self.undrawn.argmax())}", most - math.log(len(self.undrawn))
+    def left_out(self) -> tuple[int, float]:
+        """Return the undrawn token that was likeliest to be drawn, and how unlikely that is, nats; -inf for none."""
+        if self.undrawn is None:
+            return 0, -math.inf
+        return int(self.undrawn.argmax()), float(self.undrawn.max()) - math.log(len(self.undrawn))
 
     def is_wrong(self) -> bool:
         """Return whether the tokens were clearly drawn from other distributions."""
-        return self.draws().is_wrong or self.banned()[1] >= -math.log(CHANCE)
-
-    def impossible(self) -> int:
-        """Return the number of tokens of probability 0."""
-        return -self.likelihood()[0]
+        return self.draws().is_wrong or self.left_out()[1] >= -math.log(CHANCE)
 
     def likelihood(self) -> tuple[int, float]:
         """Return minus the number of tokens of probability 0, and the sum of the other log-probs, nats."""
@@ -116,56 +114,79 @@ def absent_ends(stack: StackModel, responses: Sequence[DumpedResponse]) -> tuple
     return () if ends & there else tuple(sorted(ends))
 
 
-def _smallest_cuts(tally: Tally) -> dict[str, tuple[int, float, float]]:
-    """Return the cuts (top-k, top-p, min-p) that just leave every drawn token that is possible at all, in words."""
+# causes of wrong draws
+
+
+@dataclass(frozen=True)
+class DrawCause:
+    """Why tokens were drawn from another distribution than the right one."""
+
+    kind: Literal["order", "cut", "temperature", "ban"]
+    words: str
+    choices: float = 0.0  # log of the number of such causes: one of many fits the draws by chance
+
+
+def other_order(definition: Definition) -> DrawCause:
+    """Return the cause that the tokens were drawn by the order of cuts of a definition."""
+    return DrawCause("order", f"another order of cuts: {definition.words_beside_others}")
+
+
+Change = Callable[[Tensor], Tensor]  # from the right logits [k, V] to logits of the distribution that a cause has
+
+
+def draw_causes(
+    tally: Tally, definition: Definition, sampling: StackSampling, chunks: Iterable[Chunk]
+) -> list[DrawCause]:
+    """Return the causes that make the draws of a tally much likelier, the best first.
+
+    A cause is as strong as the drawn tokens allow: a cut or a grammar leaves each of them. `definition` is the right
+    distribution of the tokens, which `chunks` have.
+    """
+    token, gain = tally.left_out()
+    changes = _grammar(tally) | _smallest_cuts(tally) | _temperatures(sampling.temperature)
+    # how much likelier each cause makes the draws, nats
+    gains = {DrawCause("ban", f"a ban of token {token}"): gain} | {cause: -cause.choices for cause in changes}
+    for chunk in chunks:
+        logits = definition.logits(chunk)
+        # no cause explains a token outside a cut
+        drawn = chunk.counts[chunk.here] & logits.gather(-1, chunk.targets[:, None])[:, 0].isfinite()
+        right, targets = among_others(logits[drawn], tally.absent), chunk.targets[drawn]
+        logprobs = target_logprobs(targets, right)
+        for cause, change in changes.items():
+            gains[cause] += float((target_logprobs(targets, change(right)) - logprobs).sum())
+    best_first = sorted(gains, key=lambda cause: -gains[cause])
+    best = gains[best_first[0]]
+    return [cause for cause in best_first if best >= limits.LIKELIER and gains[cause] >= best - limits.AS_LIKELY]
+
+
+def _grammar(tally: Tally) -> dict[DrawCause, Change]:
+    """Return the ban of all tokens that were never drawn, if these are several."""
+    assert tally.undrawn is not None
+    is_undrawn = tally.undrawn > -math.inf
+    size, undrawn = len(is_undrawn), int(is_undrawn.sum())
+    if undrawn < 2:
+        return {}
+    choices = math.lgamma(size + 1) - math.lgamma(undrawn + 1) - math.lgamma(size - undrawn + 1)
+    grammar = DrawCause("ban", f"a grammar or bans that leave {size - undrawn:,} of {size:,} tokens", choices)
+    return {grammar: lambda logits: logits.masked_fill(is_undrawn.to(logits.device), -math.inf)}
+
+
+def _smallest_cuts(tally: Tally) -> dict[DrawCause, Change]:
+    """Return the cuts that just leave every drawn token that is possible at all."""
     drawn = torch.cat(tally.logprobs).exp()
     here = drawn > 0
     top_p = float((torch.cat(tally.cumulative) - drawn)[here].max()) + 1e-12
     top_k = int(torch.cat(tally.ranks)[here].max()) + 1
     min_p = float(torch.cat(tally.shares)[here].min()) * (1 - 1e-9)
     return {
-        f"top-p {math.ceil(top_p * 1000) / 1000:g}": (0, top_p, 0.0),
-        f"top-k {top_k}": (top_k, 1.0, 0.0),
-        f"min-p {min_p:.2g}": (0, 1.0, min_p),
+        DrawCause("cut", f"top-p {math.ceil(top_p * 1000) / 1000:g}"): lambda logits: cut(logits, 0, top_p, 0.0),
+        DrawCause("cut", f"top-k {top_k}"): lambda logits: cut(logits, top_k, 1.0, 0.0),
+        DrawCause("cut", f"min-p {min_p:.2g}"): lambda logits: cut(logits, 0, 1.0, min_p),
     }
 
 
-class DrawCauses:
-    """How much likelier each cause of wrong draws makes the drawn tokens, in nats (`gains`).
-
-    A cause is as strong as the drawn tokens allow: a cut or a grammar leaves each of them.
-    """
-
-    def __init__(self, tally: Tally, temperature: float) -> None:
-        """Begin with the causes that the tally alone can judge; `add` tokens for the others."""
-        assert tally.undrawn is not None
-        self.absent, self.temperature = tally.absent, temperature
-        self.cuts, self.drawn = _smallest_cuts(tally), tally.undrawn == -math.inf
-        count, size = int(self.drawn.sum()), len(self.drawn)
-        self.grammar = f"a grammar or bans that leave {count:,} of {size:,} tokens"
-        choices = math.lgamma(size + 1) - math.lgamma(count + 1) - math.lgamma(size - count + 1)  # log of their number
-        ban, gain = tally.banned()
-        self.gains = {ban: gain} if ban else {}
-        self.gains[self.grammar] = -choices if size - count > 1 else -math.inf  # one token is a ban
-
-    def add(self, logits: Tensor, targets: Tensor, counts: Tensor) -> None:
-        """Add k tokens: logits [k, V] of their distributions, ids [k], and which ones count [k]."""
-        at = torch.isfinite(logits.gather(-1, targets[:, None])[:, 0]) & counts  # none explains a token outside a cut
-        row_logits, ids = among_others(logits[at], self.absent), targets[at]
-        if not len(ids):
-            return
-        plain = target_logprobs(ids, row_logits)
-        hypotheses = {name: cut(row_logits, k, p, m) for name, (k, p, m) in self.cuts.items()}
-        hypotheses[self.grammar] = row_logits.masked_fill(~self.drawn.to(row_logits.device), -math.inf)
-        for times in TEMPERATURES:
-            hypotheses[f"temperature {times * self.temperature:.3g}"] = row_logits / times
-        for name, changed in hypotheses.items():
-            self.gains[name] = self.gains.get(name, 0.0) + float((target_logprobs(ids, changed) - plain).sum())
-
-    def words(self) -> str:
-        """Return the causes that make the draws much likelier, the best first; "" if none does."""
-        top = max(self.gains.values(), default=0.0)
-        if top < limits.LIKELIER:
-            return ""
-        best_first = sorted(self.gains, key=lambda name: -self.gains[name])
-        return " or ".join(name for name in best_first if self.gains[name] >= top - limits.AS_LIKELY)
+def _temperatures(given: float) -> dict[DrawCause, Change]:
+    return {
+        DrawCause("temperature", f"temperature {times * given:.3g}"): partial(torch.div, other=times)
+        for times in TEMPERATURES
+    }

@@ -30,53 +30,51 @@ def judged(stack: StackModel, recorded: Sequence[RecordedSide]) -> list[JudgedSi
 
     If both sides are right, but for different orders of cuts, no side is right for the order of the other.
     """
-    found, before_logits = list[JudgedSide](), list[Cause]()
+    sides = list[JudgedSide]()
+    before_logits = list[Cause]()
     for side in recorded:
         distance = _distance(stack.model, side)
         if not distance.wrong_responses:
-            found.append(_right(side, distance))
+            # tokens without a log-prob make a side wrong too
+            sides.append(JudgedSide(side.name, side.definition, distance, _missing_or_zero(side.numbers)))
             continue
         say(f"audit: {side.name} is wrong; the audit looks for the cause")
         before_logits = before_logits or causes_before_logits(stack, side.responses)  # once for both sides
         causes = [*before_logits, *causes_after_logits(side.sampling, side.definition)]
         wrong = WrongSide(side, distance.wrong_responses)
-        found.append(_wrong(wrong, distance, search(trial_of(stack.model, wrong, causes))))
-    if all(side.has_own_order for side in recorded) and all(side.is_right for side in found):
-        return [replace(side, has_own_order=True) for side in found]
-    return found
+        sides.append(_wrong(wrong, distance, search(trial_of(stack.model, wrong, causes))))
+    if all(side.has_own_order for side in recorded) and all(side.is_right for side in sides):
+        return [replace(side, has_own_order=True) for side in sides]
+    return sides
 
 
 def _distance(model: PreTrainedModel, side: RecordedSide) -> Distance:
     """Measure how far a side is, and which responses are wrong: none if the rms and single tokens are near enough."""
-    limit, every = limits.RIGHT * side.reference.floor, torch.cat(side.errors)
-    largest = float(every.abs().max()) if len(every) else math.nan
+    limit = limits.RIGHT * side.reference.floor
+    errors = torch.cat(side.errors)
+    largest = float(errors.abs().max()) if len(errors) else math.nan
     # responses with a token that is far off, though stock float32 may be as far off there
-    far = [i for i, d in enumerate(side.errors) if bool((d.abs() > limits.TOKEN_OVER_RMS * limit).any())]
-    is_near = rms(every) <= limit
+    far = [i for i, x in enumerate(side.errors) if bool((x.abs() > limits.TOKEN_OVER_RMS * limit).any())]
+    is_near = rms(errors) <= limit
     are_tokens_near = not far or (is_near and largest <= limits.STOCK_LARGEST * largest_error(model, side, far))
     is_right = is_near and are_tokens_near
-    wrong = [] if is_right else [i for i, d in enumerate(side.errors) if rms(d) > limit or i in far]
-    return Distance(len(every), rms(every), largest, tuple(wrong))
+    wrong = [] if is_right else [i for i, x in enumerate(side.errors) if rms(x) > limit or i in far]
+    return Distance(len(errors), rms(errors), largest, tuple(wrong))
 
 
-def _right(side: RecordedSide, distance: Distance) -> JudgedSide:
-    """Judge a side whose log-probs are right; tokens without a log-prob make it wrong."""
-    return JudgedSide(side.name, side.definition, distance, _missing_or_zero(side.numbers))
-
-
-def _wrong(wrong: WrongSide, distance: Distance, found: Hypotheses) -> JudgedSide:
+def _wrong(wrong: WrongSide, distance: Distance, hypotheses: Hypotheses) -> JudgedSide:
     """Judge a wrong side from the hypotheses that were tried."""
     side = wrong.recorded
-    are_zeros_explained = bool(found.best) and found.best[0].explains_zeros
+    are_zeros_explained = bool(hypotheses.best) and hypotheses.best[0].explains_zeros
     gaps = _missing(side.numbers) if are_zeros_explained else _missing_or_zero(side.numbers)
     return JudgedSide(
         name=side.name,
         definition=side.definition,
         distance=distance,
         gaps=gaps,
-        hypotheses=found,
-        known=tuple(_beside_a_cause(wrong) if found.named else _without_a_cause(wrong, gaps)),
-        temperature=found.temperature(wrong.tolerance),
+        hypotheses=hypotheses,
+        known=tuple(_beside_a_cause(wrong) if hypotheses.named else _without_a_cause(wrong, gaps)),
+        temperature=hypotheses.temperature(wrong.tolerance),
     )
 
 
@@ -88,9 +86,8 @@ def _beside_a_cause(wrong: WrongSide) -> list[str]:
 def _without_a_cause(wrong: WrongSide, gaps: Gaps) -> list[str]:
     """Describe the numbers of a side, and their errors."""
     side = wrong.recorded
-    why = gaps.words or impossible(_counted(side.numbers).float().numpy())
-    found = facts(side.responses, side.numbers, wrong.tolerance)
-    return [*filter(None, [why]), *of_format(wrong.stored), *found]
+    why = gaps.words if gaps.count else impossible(_counted(side.numbers).float().numpy())
+    return [*filter(None, [why]), *of_format(wrong.stored), *facts(side.responses, side.numbers, wrong.tolerance)]
 
 
 # tokens without a log-prob
@@ -106,11 +103,12 @@ def _missing(numbers: Sequence[Numbers]) -> Gaps:
 def _missing_or_zero(numbers: Sequence[Numbers]) -> Gaps:
     """Return the tokens whose log-prob is not finite, or is exactly 0 though the token is not sure."""
     values = _counted(numbers)
-    count, finite = len(values) - sum(int(one.usable.sum()) for one in numbers), values[values.isfinite()]
+    finite = values[values.isfinite()]
+    count = len(values) - sum(int(x.usable.sum()) for x in numbers)
     if count and len(finite) and not bool(finite.any()):
         return Gaps(count, impossible(values.float().numpy()))
     return Gaps(count, f"{count:,} of {len(values):,} tokens have no log-prob or a 0" if count else "")
 
 
 def _counted(numbers: Sequence[Numbers]) -> Tensor:
-    return torch.cat([one.recorded[one.counts] for one in numbers])
+    return torch.cat([x.recorded[x.counts] for x in numbers])

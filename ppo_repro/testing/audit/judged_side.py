@@ -29,11 +29,6 @@ class Gaps:
     count: int
     words: str  # "" if there are none
 
-    @property
-    def advice(self) -> str:
-        """Return what to do about the tokens."""
-        return FILL if self.count else ""
-
 
 @dataclass(frozen=True)
 class JudgedSide:
@@ -82,7 +77,8 @@ class JudgedSide:
     @property
     def advice(self) -> str:
         """Return what to do about missing log-probs and the cause; "" for a right side."""
-        return "; ".join(filter(None, (self.gaps.advice, *(t.advice for t in self.hypotheses.named[:1]))))
+        of_gaps = FILL if self.gaps.count else ""
+        return "; ".join(filter(None, (of_gaps, *(t.advice for t in self.hypotheses.named[:1]))))
 
     @property
     def left(self) -> float | None:

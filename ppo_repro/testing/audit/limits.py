@@ -77,7 +77,7 @@ ON_ALL, WORST = 12, 3
 # few others may be right by chance.
 WRONG_ALONE = 0.95
 
-# What explains wrong draws? (`draws.DrawCauses`)
+# What explains wrong draws? (`draws.draw_causes`)
 # A cause is named if it makes the draws at least e^10 times as likely.
 LIKELIER = 10.0
 # A cause within e^3 of the best one is named beside it.

@@ -37,8 +37,8 @@ class Numbers:
 
 def numbers_of(recorded: Tensor, counts: Tensor, right: Tensor) -> Numbers:
     """Return the numbers of a response; a 0 of a token that is not sure is unusable."""
-    found = Numbers(recorded, counts & recorded.isfinite(), counts, right)
-    return replace(found, usable=found.usable & ~found.unlikely_zeros)
+    numbers = Numbers(recorded, counts & recorded.isfinite(), counts, right)
+    return replace(numbers, usable=numbers.usable & ~numbers.unlikely_zeros)
 
 
 @dataclass(frozen=True)

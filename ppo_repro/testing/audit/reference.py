@@ -62,7 +62,7 @@ def references_of(
             floor=max(rms(apart), limits.LEAST_FLOOR),
             largest=largest,
             measured=measured,
-            dropped=tallies[definition].impossible() if definition in tallies else 0,
+            dropped=tallies[definition].draws().impossible if definition in tallies else 0,
         )
     return references
 
@@ -98,10 +98,10 @@ def logprobs_by(
 
     `is_wide` says whether the model is in float64.
     """
-    found: dict[Definition, list[list[Tensor]]] = {d: [[] for _ in responses] for d in definitions}
+    logprobs: dict[Definition, list[list[Tensor]]] = {d: [[] for _ in responses] for d in definitions}
     for i, chunk in chunks_of(model, responses, sampling, is_wide):
         for definition in definitions:
-            found[definition][i].append(definition.target_logprobs(chunk).cpu())
+            logprobs[definition][i].append(definition.target_logprobs(chunk).cpu())
             if tallies and definition in tallies:
                 tallies[definition].add(i, definition.logits(chunk), chunk.targets, chunk.counts[chunk.here])
-    return {d: [torch.cat(parts) for parts in responses] for d, responses in found.items()}
+    return {d: [torch.cat(parts) for parts in responses] for d, responses in logprobs.items()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ppo_repro.testing.audit.audit import OTHER_ORDER, Audit
+from ppo_repro.testing.audit.audit import Audit
 from ppo_repro.testing.audit.distributions import TEMPERED
 from ppo_repro.testing.audit.judged_side import JudgedSide
 from ppo_repro.testing.audit.search.hypothesis import Hypothesis
@@ -52,10 +52,9 @@ def _drawn(found: Audit) -> list[str]:
     if found.are_drawn:
         return [f"draws: right: {found.draws.sentence()}"]
     said = [f"draws: {found.draws.sentence()}"] if found.draws.is_wrong else []
-    said += [f"draws: explained by {found.drawn_by}"] if found.drawn_by else []
-    is_order = found.drawn_by.startswith(OTHER_ORDER)
-    has_cut = not is_order and (not found.drawn_by or any(cut in found.drawn_by for cut in ("top-", "min-p")))
-    without = ", or sample without the cut" if has_cut else ""
+    said += [f"draws: explained by {found.drawn_by}"] if found.draw_causes else []
+    may_be_cut = not found.draw_causes or any(cause.kind == "cut" for cause in found.draw_causes)
+    without = ", or sample without the cut" if may_be_cut else ""
     return [*said, f"draws: report log-probs of the distribution that is sampled from{without}"]
 
 

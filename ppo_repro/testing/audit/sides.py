@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -19,12 +20,14 @@ from ppo_repro.testing.audit.reference import Reference, logprobs_by
 from ppo_repro.testing.audit.stack import StackSampling
 from ppo_repro.testing.dumps import DumpedResponse
 
+SideName = Literal["sampler", "trainer"]
+
 
 @dataclass(frozen=True)
 class RecordedSide:
     """Log-probs that one side recorded, beside the right ones by one definition."""
 
-    name: str  # sampler or trainer
+    name: SideName
     responses: Sequence[DumpedResponse]
     sampling: StackSampling
     definition: Definition
@@ -34,16 +37,14 @@ class RecordedSide:
     @cached_property
     def numbers(self) -> list[Numbers]:
         """Return the recorded and right log-probs of each response."""
-        pairs = zip(self.responses, self.reference.logprobs, strict=True)
-        return [
-            numbers_of(torch.tensor(getattr(r, self.name)).double(), torch.tensor(r.counts), right)
-            for r, right in pairs
-        ]
+        recorded = (r.sampler if self.name == "sampler" else r.trainer for r in self.responses)
+        triples = zip(recorded, self.responses, self.reference.logprobs, strict=True)
+        return [numbers_of(torch.tensor(x).double(), torch.tensor(r.counts), right) for x, r, right in triples]
 
     @cached_property
     def errors(self) -> list[Tensor]:
         """Return recorded minus right log-probs of the usable tokens of each response, at most limits.CLAMP nats."""
-        return [(one.recorded - one.reference)[one.usable].clamp(-limits.CLAMP, limits.CLAMP) for one in self.numbers]
+        return [(x.recorded - x.reference)[x.usable].clamp(-limits.CLAMP, limits.CLAMP) for x in self.numbers]
 
     @property
     def rms(self) -> float:
@@ -104,9 +105,10 @@ def recorded_sides(
 
     Tokens were drawn at the temperature, so `raw` log-probs (temperature 1) are right only if the user declared them.
     """
+    names: tuple[SideName, SideName] = "sampler", "trainer"
     sides = {
         name: {d: RecordedSide(name, responses, sampling, d, reference) for d, reference in references.items()}
-        for name in ("sampler", "trainer")
+        for name in names
     }
     orders = _different_orders(sides, sampling)
     definitions = orders or _definitions(sides, sampling)
@@ -117,11 +119,11 @@ def recorded_sides(
 ByDefinition = Mapping[Definition, RecordedSide]
 
 
-def _different_orders(sides: Mapping[str, ByDefinition], sampling: StackSampling) -> dict[str, Definition]:
+def _different_orders(sides: Mapping[SideName, ByDefinition], sampling: StackSampling) -> dict[SideName, Definition]:
     """Return for each side the order of cuts that it is right for; {} if both sides share one, or one has none."""
     if {sampling.sampler_logprobs, sampling.trainer_logprobs} - {"auto", "processed"}:
         return {}
-    right: dict[str, list[Definition]] = {}
+    right: dict[SideName, list[Definition]] = {}
     for name, by_definition in sides.items():
         possible = {
             d: side for d, side in by_definition.items() if d.kind == "processed" and not side.reference.dropped
@@ -130,20 +132,20 @@ def _different_orders(sides: Mapping[str, ByDefinition], sampling: StackSampling
         right[name] = sorted((d for d, distance in far.items() if distance <= limits.RIGHT), key=lambda d: far[d])
     if not all(right.values()) or set(right["sampler"]) & set(right["trainer"]):
         return {}
-    return {name: found[0] for name, found in right.items()}
+    return {name: nearest_first[0] for name, nearest_first in right.items()}
 
 
-def _definitions(sides: Mapping[str, ByDefinition], sampling: StackSampling) -> dict[str, Definition]:
+def _definitions(sides: Mapping[SideName, ByDefinition], sampling: StackSampling) -> dict[SideName, Definition]:
     """Return the nearest definition of each side: of the declared kind, or shared by the undeclared sides."""
-    asked = {"sampler": sampling.sampler_logprobs, "trainer": sampling.trainer_logprobs}
-    free = [sides[name] for name, said in asked.items() if said == "auto"]
-    found = {}
-    for name, said in asked.items():
-        if said == "auto":
-            found[name] = _nearest((definition for definition in sides[name] if definition != RAW), free)
+    declared: dict[SideName, str] = {"sampler": sampling.sampler_logprobs, "trainer": sampling.trainer_logprobs}
+    undeclared = [sides[name] for name, kind in declared.items() if kind == "auto"]
+    definitions = {}
+    for name, kind in declared.items():
+        if kind == "auto":
+            definitions[name] = _nearest((d for d in sides[name] if d != RAW), undeclared)
         else:
-            found[name] = _nearest((d for d in sides[name] if d.kind == said), [sides[name]])
-    return found
+            definitions[name] = _nearest((d for d in sides[name] if d.kind == kind), [sides[name]])
+    return definitions
 
 
 def _nearest(definitions: Iterable[Definition], sides: Sequence[ByDefinition]) -> Definition:

@@ -38,7 +38,7 @@ from ppo_repro.testing.audit.measure import Format, rms
 from ppo_repro.testing.audit.reference import Reference
 from ppo_repro.testing.audit.report import lines
 from ppo_repro.testing.audit.search import other_bits, search
-from ppo_repro.testing.audit.search.combination import Combination, together
+from ppo_repro.testing.audit.search.combination import Combination
 from ppo_repro.testing.audit.search.hypothesis import Hypotheses, Hypothesis, hypotheses_of
 from ppo_repro.testing.audit.search.trial import Trial, trial_of
 from ppo_repro.testing.audit.sides import RecordedSide, WrongSide
@@ -238,19 +238,17 @@ def test_causes_not_words_tell_hypotheses_apart() -> None:
     at_1, twice, multiplied, at_x = DISTRIBUTIONS[:4]
 
     def of(cause: Cause, x: float | None, left: float, explains: bool = True) -> Hypothesis:
-        return Hypothesis(replace(together(cause), value=x), torch.tensor([left]), explains, "these words")
+        return Hypothesis(Combination((cause,), x), torch.tensor([left]), explains, "these words")
 
     def combinations(found: Sequence[Hypothesis]) -> list[Combination]:
         return [t.combination for t in found]
 
     tried = [of(twice, None, 2e-7), of(multiplied, None, 1e-7), of(twice, None, 3e-7), of(at_1, None, 5e-7)]
     found = hypotheses_of([*tried, of(at_x, 0.9999, 4e-7), of(at_x, 0.9, 6e-7)])
-    assert combinations(found.best) == [Combination(distribution=cause) for cause in (multiplied, twice, at_1)]
-    assert combinations(found.others) == [Combination(distribution=at_x, value=0.9)]
+    assert combinations(found.best) == [Combination((cause,)) for cause in (multiplied, twice, at_1)]
+    assert combinations(found.others) == [Combination((at_x,), 0.9)]
     found = hypotheses_of([of(at_1, None, 3e-4, explains=False), of(at_x, 0.9997, 1e-7)])
-    assert combinations(found.best) == [Combination(distribution=at_x, value=0.9997)], (
-        "the fitted value explains, 1 does not"
-    )
+    assert combinations(found.best) == [Combination((at_x,), 0.9997)], "the fitted value explains, 1 does not"
 
 
 def wrong_sampler(made: Material, causes: Sequence[Cause]) -> Trial:
@@ -271,7 +269,7 @@ def test_a_fit_refuses_values_that_predict_nothing(made: Material, least: float,
         return logits / x if x >= least else torch.full_like(logits, math.nan)
 
     row = OtherDistribution("a temperature", "temperature", divided, parameter=Parameter((1.0,), is_fitted=True))
-    at_1 = Combination(distribution=row, value=1.0)
+    at_1 = Combination((row,), 1.0)
     fitted = [candidate.combination.value for candidate in search._fitted(trial, at_1, trial.few)]
     if least > 1.0:
         assert fitted == []
@@ -440,7 +438,7 @@ def test_rounding_across_the_end_of_a_cut_is_rounding(made: Material) -> None:
     recorded = RecordedSide("sampler", responses, sampling, EACH_CUT_OF_ALL, reference)
     trial = trial_of(made.model, WrongSide(recorded, range(len(right))), [*of_models(made.model, {})])
     narrow = next(cause for cause in trial.causes if cause.words == "computed in bfloat16")
-    chunks = trial.chunks(together(narrow), trial.many)
+    chunks = trial.chunks(Combination((narrow,)), trial.many)
     cut = torch.cat([target_logprobs(x.chunk.targets, EACH_CUT_OF_ALL.logits(x.chunk))[x.usable] for x in chunks])
     assert cut.isinf().any()
     assert 0.0 < rms(trial.narrow_errors(narrow, trial.many)) < 0.1

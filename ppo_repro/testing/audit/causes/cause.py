@@ -13,7 +13,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import Literal
+from enum import IntEnum
+from typing import ClassVar, Literal
 
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -25,6 +26,17 @@ from ppo_repro.testing.audit.forward import Pass
 from ppo_repro.testing.audit.measure import Format
 from ppo_repro.testing.audit.numbers import RecordedChunk
 from ppo_repro.testing.audit.stack import StackSampling
+
+
+class Stage(IntEnum):
+    """The stages of a log-prob that a cause may replace, in their order."""
+
+    MODEL = 1
+    INPUT = 2
+    DISTRIBUTION = 3
+    QUANTITY = 4
+    UNIT = 5
+
 
 RoundedPart = Literal["computed", "weights", "part", "logits"]  # the whole computation, all weights, a module, logits
 
@@ -58,6 +70,7 @@ class Rounded:
 class Cause:
     """A cause has words and deviations; the subclass of each stage has what is computed."""
 
+    stage: ClassVar[Stage]
     words: str
     name: CauseName  # under which the diagnosis lists it too
     _: KW_ONLY
@@ -93,6 +106,7 @@ MakeModel = Callable[[], PreTrainedModel]
 class OtherModel(Cause):
     """Another model computes the logits."""
 
+    stage = Stage.MODEL
     make: MakeModel
 
 
@@ -105,6 +119,7 @@ def option(words: str, advice: str, make: MakeModel, changes: int = 1) -> OtherM
 class OtherInput(Cause):
     """The model sees other tokens, or other positions."""
 
+    stage = Stage.INPUT
     passes: Sequence[Sequence[Pass] | None]  # of each response; None: the input of the dump
 
 
@@ -136,6 +151,7 @@ class OtherFormula(Cause):
 class OtherDistribution(OtherFormula):
     """The formula computes, from logits [k, V], logits [k, V] whose softmax is the distribution of the k tokens."""
 
+    stage = Stage.DISTRIBUTION
     _: KW_ONLY
     definition: Definition | None = None  # that has the formula
 
@@ -144,6 +160,8 @@ class OtherDistribution(OtherFormula):
 class OtherQuantity(OtherFormula):
     """The formula computes, from the log-probs [k, V] of all tokens, the quantity [k] of the k tokens."""
 
+    stage = Stage.QUANTITY
+
 
 @dataclass(frozen=True, eq=False)
 class OtherUnit(OtherFormula):
@@ -151,6 +169,8 @@ class OtherUnit(OtherFormula):
 
     The quantity is NaN where it is not known. The chunk is the first one of the window.
     """
+
+    stage = Stage.UNIT
 
 
 def fixed(formula: Callable[[Chunk, Tensor], Tensor]) -> Formula:

@@ -90,7 +90,8 @@ def _computed(model: PreTrainedModel, changes: Iterable[FieldChange]) -> list[Fi
 def _changes(config: PretrainedConfig, field: str, value: Any, default: Any) -> Iterator[FieldChange]:
     """Yield the alternatives of a field; if its value is a dict, the alternatives of each entry."""
     if not isinstance(value, dict):
-        yield from (FieldChange((field,), value, other) for other in _others(config, field, value, default))
+        others = (other for other in _candidates(config, field, value, default) if other != value)
+        yield from (FieldChange((field,), value, other) for other in others)
         return
     if value.get("rope_type", "default") != "default" and "attention_factor" not in value:
         yield FieldChange((field, "attention_factor"), None, 1.0)
@@ -103,16 +104,6 @@ def _changes(config: PretrainedConfig, field: str, value: Any, default: Any) -> 
     for key, inner in nested.items():
         others = (other for name, other in nested.items() if name != key and other != inner)
         yield from (FieldChange((field, key), inner, other) for other in others)
-
-
-def _others(config: PretrainedConfig, field: str, value: Any, default: Any) -> list[Any]:
-    """Return the values that a field may have instead, each once; 1 and 1.0 are two values."""
-    found: list[Any] = []
-    for other in _candidates(config, field, value, default):
-        is_new = not any(other == x and type(other) is type(x) for x in found)
-        if is_new and other != value:
-            found.append(other)
-    return found
 
 
 def _candidates(config: PretrainedConfig, field: str, value: Any, default: Any) -> Iterable[Any]:

@@ -29,14 +29,9 @@ def of_models(model: PreTrainedModel, others: Mapping[str, PreTrainedModel]) -> 
         yield OtherModel(words, "coarse_weights", make, rounded=Rounded("weights", name))
     for words, other in others.items():
         yield OtherModel(words, "stale_weights", partial(_itself, other))
-    yield from _options(model)
+    yield from of_fields(model)
+    yield from (cause for cause in of_modules(model) if is_finite(cause.make))
 
 
 def _itself(model: PreTrainedModel) -> PreTrainedModel:
     return model
-
-
-def _options(model: PreTrainedModel) -> Iterator[OtherModel]:
-    """Yield each option of the architecture that can be computed otherwise and gives finite logits."""
-    yield from of_fields(model)
-    yield from (cause for cause in of_modules(model) if is_finite(cause.make))

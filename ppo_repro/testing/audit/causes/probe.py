@@ -12,7 +12,8 @@ from ppo_repro.base.errors import is_out_of_memory
 from ppo_repro.testing.audit.causes.cause import MakeModel
 from ppo_repro.testing.audit.stack import vocabulary
 
-# how torch, transformers and Python refuse what cannot be computed
+# how torch, transformers and Python refuse what cannot be computed: a change may reach code that never expects it.
+# A mistake in the code of a cause is caught too; the tests see it, because each cause has a fault that it must name.
 REFUSED = (
     *(ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError),
     StrictDataclassError,

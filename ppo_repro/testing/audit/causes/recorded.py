@@ -103,10 +103,6 @@ def _unit(words: str, change: Callable[[Tensor], Tensor], name: CauseName = "oth
     return OtherUnit(words, name, fixed(of_counted))
 
 
-def _unit_by(words: str, name: CauseName, formula: Formula, parameter: Parameter) -> OtherUnit:
-    return OtherUnit(words, name, formula, parameter=parameter)
-
-
 RECORDED: tuple[OtherQuantity | OtherUnit, ...] = (
     _quantity("log-prob of the likeliest token", lambda c, logp: logp.max(-1).values),
     _quantity("minus the entropy", lambda c, logp: -_entropy(logp)),
@@ -136,11 +132,11 @@ RECORDED: tuple[OtherQuantity | OtherUnit, ...] = (
         fixed(lambda c, v: v / c.sampling.temperature),
         presumes=StackSampling.is_tempered,
     ),
-    _unit_by(
+    OtherUnit(
         "each entry is of the token {x:+.0f} places on",
         "off_by_one",
         lambda c, v, x: moved(v, int(x)),
-        Parameter(propose=_shifts, in_pairs=4),
+        parameter=Parameter(propose=_shifts, in_pairs=4),
     ),
     _unit("cumulative sums", lambda y: y.cumsum(0)),
     _unit("sums from each token to the end", lambda y: y.flip(0).cumsum(0).flip(0)),
@@ -149,16 +145,16 @@ RECORDED: tuple[OtherQuantity | OtherUnit, ...] = (
     _unit("the mean over the response at every token", lambda y: y.mean().expand_as(y)),
     _unit("divided by the number of tokens of the response", lambda y: y / len(y)),
     _unit("in the opposite order", lambda y: y.flip(0), "shuffled"),
-    _unit_by(
+    OtherUnit(
         "cut off below {x:.4g}",
         "other_number",
         lambda c, v, x: v.clamp(min=x),
-        Parameter(propose=_lower_limit, in_pairs=1),
+        parameter=Parameter(propose=_lower_limit, in_pairs=1),
     ),
-    _unit_by(
+    OtherUnit(
         "the logarithm of the probability + {x:.3g}",
         "epsilon_in_log",
         lambda c, v, x: (v.exp() + x).clamp_min(1e-30).log(),
-        Parameter(propose=_added_probability, is_fitted=True),
+        parameter=Parameter(propose=_added_probability, is_fitted=True),
     ),
 )

@@ -51,18 +51,6 @@ def _is_tempered_and_cut(s: StackSampling) -> bool:
     return s.is_tempered() and s.is_cut()
 
 
-def _cut_to_top_k(chunk: Chunk, logits: Tensor, x: float) -> Tensor:
-    return cut(logits / chunk.sampling.temperature, int(x), 1.0, 0.0)
-
-
-def _cut_to_top_p(chunk: Chunk, logits: Tensor, x: float) -> Tensor:
-    return cut(logits / chunk.sampling.temperature, 0, x, 0.0)
-
-
-def _cut_to_min_p(chunk: Chunk, logits: Tensor, x: float) -> Tensor:
-    return cut(logits / chunk.sampling.temperature, 0, 1.0, x)
-
-
 # penalties
 
 
@@ -173,9 +161,9 @@ DISTRIBUTIONS: tuple[OtherDistribution, ...] = (
         _cut_at_temperature_1(first=("top-k",)),
         presumes=lambda s: _is_tempered_and_cut(s) and s.has_top_k_and_p(),
     ),
-    _kept("top-k", _cut_to_top_k, TOP_K),
-    _kept("top-p", _cut_to_top_p, TOP_P),
-    _kept("min-p", _cut_to_min_p, MIN_P),
+    _kept("top-k", lambda c, logits, x: cut(logits / c.sampling.temperature, int(x), 1.0, 0.0), TOP_K),
+    _kept("top-p", lambda c, logits, x: cut(logits / c.sampling.temperature, 0, x, 0.0), TOP_P),
+    _kept("min-p", lambda c, logits, x: cut(logits / c.sampling.temperature, 0, 1.0, x), MIN_P),
     OtherDistribution("repetition penalty {x:.4g}", "penalty", _repetition, parameter=FACTOR),
     OtherDistribution(
         "repetition penalty {x:.4g} on response tokens alone", "penalty", _repetition_in_response, parameter=FACTOR

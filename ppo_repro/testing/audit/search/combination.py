@@ -2,37 +2,29 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import TypeVar
 
 from ppo_repro.testing.audit import limits
-from ppo_repro.testing.audit.causes.cause import (
-    Cause,
-    OtherDistribution,
-    OtherInput,
-    OtherModel,
-    OtherQuantity,
-    OtherUnit,
-    Parameter,
-)
+from ppo_repro.testing.audit.causes.cause import Cause, Parameter, Stage
 from ppo_repro.testing.audit.stack import StackSampling
+
+AnyCause = TypeVar("AnyCause", bound=Cause)
 
 
 @dataclass(frozen=True)
 class Combination:
-    """The cause of each stage, None where the computation is right. At most one cause has a parameter."""
+    """Causes in the order of their stages, at most one for each stage, and at most one with a parameter.
 
-    model: OtherModel | None = None
-    input: OtherInput | None = None
-    distribution: OtherDistribution | None = None
-    quantity: OtherQuantity | None = None
-    unit: OtherUnit | None = None
+    The computation of a stage without a cause is right.
+    """
+
+    causes: tuple[Cause, ...] = ()
     value: float | None = None  # of the parameter
 
-    @property
-    def causes(self) -> tuple[Cause, ...]:
-        """Return the causes in the order of the stages."""
-        stages = (self.model, self.input, self.distribution, self.quantity, self.unit)
-        return tuple(cause for cause in stages if cause is not None)
+    def get(self, kind: type[AnyCause]) -> AnyCause | None:
+        """Return the cause of one kind, such as `OtherModel`; None if there is none."""
+        return next((cause for cause in self.causes if isinstance(cause, kind)), None)
 
     @property
     def parameter(self) -> Parameter | None:
@@ -43,16 +35,10 @@ class Combination:
         """Return the value of a cause's parameter; None if the cause has no parameter."""
         return None if cause.parameter is None else self.value
 
-    @property
-    def to_logits(self) -> Combination:
-        """Return the causes up to the logits."""
-        return Combination(self.model, self.input)
-
-    @property
-    def to_softmax(self) -> Combination:
-        """Return the causes up to the softmax."""
-        value = None if self.distribution is None else self.value_of(self.distribution)
-        return Combination(self.model, self.input, self.distribution, value=value)
+    def up_to(self, last: Stage) -> Combination:
+        """Return the causes up to a stage."""
+        some = Combination(tuple(cause for cause in self.causes if cause.stage <= last))
+        return some if some.parameter is None else Combination(some.causes, self.value)
 
     @property
     def temperature(self) -> float | None:
@@ -62,33 +48,17 @@ class Combination:
     @property
     def without_value(self) -> Combination:
         """Return the causes alone. A cause that computes the same as the value 1 stands for that value."""
-        at_one = None if self.parameter is None else self.parameter.temperature_1
         is_one = self.value is not None and abs(self.value - 1.0) <= limits.SAME_VALUE
-        return replace(self, value=None, distribution=at_one if at_one and is_one else self.distribution)
+        return Combination(tuple(_at_1(cause) if is_one else cause for cause in self.causes))
 
     def words(self, sampling: StackSampling) -> list[str]:
         """Return the words of each cause."""
         return [cause.said(sampling, self.value_of(cause)) for cause in self.causes]
 
 
+def _at_1(cause: Cause) -> Cause:
+    """Return the cause without a parameter that computes the same as a temperature of 1; another cause as it is."""
+    return cause if cause.parameter is None else cause.parameter.temperature_1 or cause
+
+
 PLAIN = Combination()
-
-
-def together(*causes: Cause) -> Combination:
-    """Return causes of different stages as one combination."""
-    found = PLAIN
-    for cause in causes:
-        match cause:
-            case OtherModel():
-                found = replace(found, model=cause)
-            case OtherInput():
-                found = replace(found, input=cause)
-            case OtherDistribution():
-                found = replace(found, distribution=cause)
-            case OtherQuantity():
-                found = replace(found, quantity=cause)
-            case OtherUnit():
-                found = replace(found, unit=cause)
-            case _:
-                raise TypeError(f"{type(cause).__name__} has no stage")
-    return found

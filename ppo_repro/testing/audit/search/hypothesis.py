@@ -76,9 +76,11 @@ class Hypothesis(Candidate):
 
 def hypothesis_of(trial: Trial, candidate: Candidate) -> Hypothesis:
     """Return the hypothesis that these causes alone leave these errors on many tokens."""
-    combination, errors = candidate.combination, candidate.errors
+    combination = candidate.combination
+    errors = candidate.errors
     causes = combination.causes
-    before, tolerance = trial.plain.left if causes else math.inf, trial.side.tolerance
+    before = trial.plain.left if causes else math.inf
+    tolerance = trial.side.tolerance
     narrow = [
         rms(trial.narrow_errors(cause, trial.many)) for cause in causes if cause.rounds("computed", "part", "logits")
     ]
@@ -97,7 +99,8 @@ def hypothesis_of(trial: Trial, candidate: Candidate) -> Hypothesis:
 
 def _explains_zeros(trial: Trial, combination: Combination) -> bool:
     """Return whether the causes predict the zeros of the tried tokens; False if the side has zeros only elsewhere."""
-    predicted, is_one_tried = list[torch.Tensor](), False
+    predicted = list[torch.Tensor]()
+    is_one_tried = False
     for values, w in zip(trial.predictor(combination, trial.many), trial.many.windows, strict=True):
         numbers = trial.tried_numbers[w.response]
         predicted.append(values[numbers.counts[w.here] & (numbers.recorded[w.here] == 0)])

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ppo_repro.models.stock import float64
-from ppo_repro.testing.audit.causes.cause import OtherInput, OtherModel
+from ppo_repro.testing.audit.causes.cause import OtherInput, OtherModel, Stage
 from ppo_repro.testing.audit.distributions import Chunk
 from ppo_repro.testing.audit.forward import Pass, States, has_decoder_apart, pass_over, slices, states
 from ppo_repro.testing.audit.search.combination import PLAIN, Combination
@@ -46,22 +46,22 @@ class Logits:
 
     def chunks(self, combination: Combination, tokens: Tokens) -> list[list[Chunk]]:
         """Return the chunks of logits of each window; causes after the logits change nothing here."""
-        causes = combination.to_logits
+        causes = combination.up_to(Stage.INPUT)
         if (causes, tokens) not in self._chunks:
             self._chunks = {key: chunks for key, chunks in self._chunks.items() if key[0] == PLAIN}
             hidden, targets = self._states_of(causes, tokens)
             with self._precision(causes, tokens):
-                logits = hidden.logits(self._model(causes.model)).to(_dtype(causes, tokens))
+                logits = hidden.logits(self._model(causes)).to(_dtype(causes, tokens))
             sizes = [w.size for w in tokens.windows]
             parts = zip(tokens.windows, logits.split(sizes), targets.split(sizes), strict=True)
             self._chunks[causes, tokens] = [list(self._cut(w, x, of_window)) for w, x, of_window in parts]
         return self._chunks[causes, tokens]
 
     def _cut(self, w: Window, logits: Tensor, targets: Tensor) -> Iterator[Chunk]:
-        r, counts = self.responses[w.response], self.counts[w.response]
+        r = self.responses[w.response]
         for at in slices(*logits.shape):
             before = r.response_ids[: w.start + at.start]
-            yield Chunk(logits[at], targets[at], r.prompt_ids, before, self.sampling, counts)
+            yield Chunk(logits[at], targets[at], r.prompt_ids, before, self.sampling, self.counts[w.response])
 
     def _states_of(self, causes: Combination, tokens: Tokens) -> tuple[States, Tensor]:
         """Return the states that predict the tokens of all windows, and the targets, which another input may change.
@@ -70,10 +70,12 @@ class Logits:
         """
         if (causes, tokens) in self._states:
             return self._states[causes, tokens]
-        model, targets = self._model(causes.model), list[int]()
-        passes, rows = list[Pass](), list[int]()  # rows: where the tokens of the passes are
+        model = self._model(causes)
+        targets = list[int]()
+        passes = list[Pass]()
+        rows = list[int]()  # where the tokens of the passes are
         for w in tokens.windows:
-            for one in self._passes(causes.input, w):
+            for one in self._passes(causes.get(OtherInput), w):
                 passes.append(one)
                 rows += [len(targets) + token - w.start for token in one.tokens]
             targets += self.responses[w.response].response_ids[w.start : w.end]
@@ -100,11 +102,12 @@ class Logits:
 
     def _precision(self, causes: Combination, tokens: Tokens) -> AbstractContextManager[Any]:
         """Compute the model in float64 while the block runs, unless 16 bits are the cause or float32 suffices."""
-        is_narrow = causes.model is not None and causes.model.rounds("computed")
+        is_narrow = any(cause.rounds("computed") for cause in causes.causes)
         suffices = _dtype(causes, tokens) == torch.float32
-        return nullcontext() if is_narrow or suffices else float64(self._model(causes.model))
+        return nullcontext() if is_narrow or suffices else float64(self._model(causes))
 
-    def _model(self, cause: OtherModel | None) -> PreTrainedModel:
+    def _model(self, causes: Combination) -> PreTrainedModel:
+        cause = causes.get(OtherModel)
         if cause is None:
             return self.model
         if cause is not self._changed[0]:

@@ -1,20 +1,20 @@
 """Errors that 16-bit rounding explains, with other bits: another order of sums rounds otherwise, but by as much.
 
 `with_other_bits` decides. First it asks whether the errors can be rounding at all, then which 16-bit computation has
-rounding errors of that size and pattern (`OtherBits`). The hypotheses follow.
+rounding errors of that size and pattern (`_other_bits`). The hypotheses follow.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from ppo_repro.testing.audit import limits
 from ppo_repro.testing.audit.causes.cause import Cause, OtherModel, RoundedPart
 from ppo_repro.testing.audit.causes.names import EXPERTS
-from ppo_repro.testing.audit.measure import Format, correlation, likeness, rms, sizes_apart
+from ppo_repro.testing.audit.measure import FORMATS, Format, correlation, likeness, rms, sizes_apart
+from ppo_repro.testing.audit.search.combination import Combination
 from ppo_repro.testing.audit.search.hypothesis import Hypothesis, hypothesis_of
 from ppo_repro.testing.audit.search.trial import Trial
 
@@ -22,19 +22,20 @@ from ppo_repro.testing.audit.search.trial import Trial
 def with_other_bits(trial: Trial, alone: Hypothesis) -> list[Hypothesis]:
     """Return the hypotheses that the errors left by `alone` are 16-bit rounding; none if they do not look like it."""
     combination = alone.combination
-    like = _other_bits(trial, alone.errors) if _may_be_narrow(trial, alone) else None
-    if like is None:
+    narrow = _other_bits(trial, alone.errors) if _may_be_narrow(trial, alone) else None
+    if narrow is None:
         return []
+    computed, words = narrow
     similar = Hypothesis(
         combination=combination,
         errors=alone.errors,
         explains=True,
-        words=f"{alone.words} and {like.words}" if alone.causes else like.words,
+        words=f"{alone.words} and {words}" if alone.causes else words,
         pattern="like 16-bit rounding",
     )
-    if not alone.causes or combination.model is not None:  # one model cannot be two others
+    if not alone.causes or combination.get(OtherModel) is not None:  # one model cannot be two others
         return [similar]
-    both = trial.candidate(replace(combination, model=like.computed), trial.many)
+    both = trial.candidate(Combination((computed, *combination.causes), combination.value), trial.many)
     return [similar] if both is None else [hypothesis_of(trial, both), similar]
 
 
@@ -49,34 +50,27 @@ def _may_be_narrow(trial: Trial, alone: Hypothesis) -> bool:
     return not (alone.explains or has_experts or is_rounded or is_far)
 
 
-@dataclass(frozen=True)
-class OtherBits:
-    """A 16-bit computation whose rounding errors have the size and the pattern of errors that were found."""
+def _other_bits(trial: Trial, errors: Tensor) -> tuple[Cause, str] | None:
+    """Return the first 16-bit computation whose rounding is like the errors, and words; None if there is none.
 
-    computed: OtherModel
-    form: Format | None  # None: the errors are as near to the rounding of the other format
-    size: float  # rms of the rounding errors, nats
-    parts: tuple[Cause, ...]  # whose rounding alone has this pattern too
-
-    @property
-    def words(self) -> str:
-        """Return, for example, "as large as bfloat16 rounding (0.017 nats rms), with other bits"."""
-        whole = f"as large as {self.form or '16-bit'} rounding ({self.size:.2g} nats rms)"
-        return f"{' or '.join([whole, *(part.words for part in self.parts)])}, with other bits"
-
-
-def _other_bits(trial: Trial, errors: Tensor) -> OtherBits | None:
-    """Return the first 16-bit computation whose rounding is like the errors; None if there is none."""
-    for computed in trial.causes:
-        if not isinstance(computed, OtherModel) or computed.rounded is None or computed.rounded.what != "computed":
+    The words are, for example, "as large as bfloat16 rounding (0.017 nats rms), with other bits".
+    """
+    for form in FORMATS:
+        computed = _of_format(trial.causes, "computed", form)
+        if not computed:  # not every model computes in every format
             continue
-        to, narrow = computed.rounded.to, trial.narrow_errors(computed, trial.many)
-        (weights,) = _of_format(trial.causes, "weights", to)
-        if like := likeness(errors, narrow, trial.narrow_errors(weights, trial.many)):
+        weights = _of_format(trial.causes, "weights", form)
+        narrow, rounded = (trial.narrow_errors(cause, trial.many) for cause in (*computed, *weights))
+        like = likeness(errors, narrow, rounded)
+        if like:
             is_sure = sizes_apart(errors, narrow) <= limits.SURE_OF_FORMAT
-            each = _of_format(trial.causes, "part", to)
-            parts = (p for p in each if correlation(errors, trial.narrow_errors(p, trial.many)) > limits.ALIKE * like)
-            return OtherBits(computed, to if is_sure else None, rms(narrow), tuple(parts))
+            whole = f"as large as {form if is_sure else '16-bit'} rounding ({rms(narrow):.2g} nats rms)"
+            parts = (
+                part.words
+                for part in _of_format(trial.causes, "part", form)
+                if correlation(errors, trial.narrow_errors(part, trial.many)) > limits.ALIKE * like
+            )
+            return computed[0], f"{' or '.join([whole, *parts])}, with other bits"
     return None
 
 

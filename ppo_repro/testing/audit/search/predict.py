@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ppo_repro.testing.audit.causes.cause import OtherDistribution, OtherQuantity, OtherUnit, Stage
 from ppo_repro.testing.audit.distributions import Chunk, Definition, target_logprobs
 from ppo_repro.testing.audit.search.combination import PLAIN, Combination
 from ppo_repro.testing.audit.search.logits import Key, Logits
@@ -27,7 +28,7 @@ class Predictor:
 
     def __call__(self, combination: Combination, tokens: Tokens) -> list[Tensor]:
         """Return the predicted numbers of each window, float64; NaN for tokens without a prediction."""
-        unit = combination.unit
+        unit = combination.get(OtherUnit)
         if unit is None:
             return self._quantities(combination, tokens)
         first = [chunks[0] for chunks in self.logits.chunks(PLAIN, tokens)]
@@ -49,15 +50,17 @@ class Predictor:
         """Return the quantity of each token, by window; without a cause in this stage its log-prob."""
         if combination == PLAIN:
             return [self.right[w.response][w.here] for w in tokens.windows]
-        causes, quantity = combination.to_softmax, combination.quantity
+        causes = combination.up_to(Stage.DISTRIBUTION)
+        quantity = combination.get(OtherQuantity)
         if quantity is None:
             return self._logprobs_of_targets(causes, tokens)
-        found, value = [], combination.value_of(quantity)
-        windows, of_all = self.logits.chunks(causes, tokens), self._logprobs_of_all(causes, tokens)
-        for chunks, logprobs in zip(windows, of_all, strict=True):
+        quantities = []
+        value = combination.value_of(quantity)
+        windows = zip(self.logits.chunks(causes, tokens), self._logprobs_of_all(causes, tokens), strict=True)
+        for chunks, logprobs in windows:
             pairs = zip(chunks, logprobs, strict=True)
-            found.append(torch.cat([quantity.applied(chunk, logp, value).double() for chunk, logp in pairs]))
-        return found
+            quantities.append(torch.cat([quantity.applied(chunk, logp, value).double() for chunk, logp in pairs]))
+        return quantities
 
     def _logprobs_of_targets(self, causes: Combination, tokens: Tokens) -> list[Tensor]:
         """Return the log-probs of the targets, by window."""
@@ -77,12 +80,13 @@ class Predictor:
         return self._of_all[1]
 
     def _of_target(self, causes: Combination, chunk: Chunk) -> Tensor:
-        if causes.distribution is None:
+        if causes.get(OtherDistribution) is None:
             return self.definition.target_logprobs(chunk)
         return target_logprobs(chunk.targets, self._scaled(causes, chunk))
 
     def _scaled(self, causes: Combination, chunk: Chunk) -> Tensor:
         """Return logits [k, V] whose softmax is the distribution."""
-        if causes.distribution is None:
+        distribution = causes.get(OtherDistribution)
+        if distribution is None:
             return self.definition.logits(chunk)
-        return causes.distribution.applied(chunk, chunk.logits, causes.value)
+        return distribution.applied(chunk, chunk.logits, causes.value)

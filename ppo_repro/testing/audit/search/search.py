@@ -18,7 +18,7 @@ import numpy as np
 from scipy.optimize import least_squares
 
 from ppo_repro.testing.audit import limits
-from ppo_repro.testing.audit.causes.cause import Cause, OtherDistribution
+from ppo_repro.testing.audit.causes.cause import Cause, Stage
 from ppo_repro.testing.audit.causes.inputs import of_inputs
 from ppo_repro.testing.audit.causes.models import of_models
 from ppo_repro.testing.audit.causes.recorded import RECORDED
@@ -26,7 +26,7 @@ from ppo_repro.testing.audit.causes.softmax import DISTRIBUTIONS
 from ppo_repro.testing.audit.distributions import Definition
 from ppo_repro.testing.audit.forward import Progress
 from ppo_repro.testing.audit.measure import rms
-from ppo_repro.testing.audit.search.combination import Combination, together
+from ppo_repro.testing.audit.search.combination import Combination
 from ppo_repro.testing.audit.search.hypothesis import Hypotheses, Hypothesis, hypotheses_of, hypothesis_of
 from ppo_repro.testing.audit.search.orders import of_other_orders
 from ppo_repro.testing.audit.search.other_bits import with_other_bits
@@ -49,11 +49,12 @@ def causes_after_logits(sampling: StackSampling, definition: Definition) -> list
 
 def search(trial: Trial) -> Hypotheses:
     """Return the hypotheses about all tried tokens; if none explains these, also those about the wrong tokens only."""
-    whole, of_wrong = hypotheses_of(_tried(trial)), trial.wrong_alone
-    if whole.best or not limits.FEWEST_NUMBERS <= of_wrong.count < limits.WRONG_ALONE * trial.count:
+    whole = hypotheses_of(_tried(trial))
+    wrong_alone = trial.wrong_alone
+    if whole.best or not limits.FEWEST_NUMBERS <= wrong_alone.count < limits.WRONG_ALONE * trial.count:
         return whole
-    words = f"at {of_wrong.count} of {trial.count} tokens"
-    explaining = (t for t in _tried(of_wrong) if t.explains)
+    words = f"at {wrong_alone.count} of {trial.count} tokens"
+    explaining = (t for t in _tried(wrong_alone) if t.explains)
     part = hypotheses_of([replace(t, words=f"{words} {t.words}", is_of_wrong_alone=True) for t in explaining])
     return Hypotheses(part.best, [*part.others, *whole.others])
 
@@ -85,11 +86,11 @@ def _is_pair(a: Cause, b: Cause, near: Set[Cause]) -> bool:
     `a` comes before `b` in the order of the stages, because `trial.causes` has that order.
     """
     parameters = [cause.parameter for cause in (a, b) if cause.parameter is not None]
-    if type(a) is type(b) or len(parameters) > 1 or any(p.in_pairs == 0 for p in parameters):
+    if a.stage == b.stage or len(parameters) > 1 or any(p.in_pairs == 0 for p in parameters):
         return False
     if a.rounds("computed", "weights"):
         return b in near  # a 16-bit error is small, so its partner must come near alone
-    return not a.is_option or isinstance(b, OtherDistribution)  # options are many
+    return not a.is_option or b.stage == Stage.DISTRIBUTION  # options are many
 
 
 # three steps, from all candidates to hypotheses: screen on few tokens, pass the best, compare on many tokens
@@ -114,12 +115,12 @@ def _passing(screened: Sequence[Candidate], limit: float) -> Sequence[Candidate]
 
 def _compared(trial: Trial, passing: Sequence[Candidate]) -> list[Hypothesis]:
     """Return the hypotheses of candidates on more tokens: a cause that fits a few may not fit others."""
-    found = []
+    hypotheses = list[Hypothesis]()
     for some in passing:
         for candidate in _fitted(trial, some.combination, trial.many):
             alone = hypothesis_of(trial, candidate)
-            found += [alone, *with_other_bits(trial, alone)]
-    return found
+            hypotheses += [alone, *with_other_bits(trial, alone)]
+    return hypotheses
 
 
 def _limit(trial: Trial) -> float:
@@ -141,12 +142,12 @@ def _with_value(trial: Trial, causes: tuple[Cause, ...]) -> Combination | None:
 
     If two responses have log-probs of temperature 0.7, the temperature gets one value, 0.7, for both.
     """
-    combination, few = together(*causes), trial.few
+    combination = Combination(causes)
     if combination.parameter is None:
         return combination
     most = combination.parameter.in_pairs if len(causes) > 1 else None
-    values = combination.parameter.values(trial.chunks(combination, few))[:most]
-    options = (trial.candidate(replace(combination, value=x), few) for x in values)
+    values = combination.parameter.values(trial.chunks(combination, trial.few))[:most]
+    options = (trial.candidate(replace(combination, value=x), trial.few) for x in values)
     fitting = [option for option in options if option is not None]
     return min(fitting, key=lambda option: option.left).combination if fitting else None
 
@@ -156,7 +157,8 @@ def _fitted(trial: Trial, combination: Combination, tokens: Tokens) -> list[Cand
 
     A value that fits a few tokens may be off on more tokens, so each step fits it again.
     """
-    first, parameter = trial.candidate(combination, tokens), combination.parameter
+    first = trial.candidate(combination, tokens)
+    parameter = combination.parameter
     if first is None or parameter is None or not parameter.is_fitted:
         return [] if first is None else [first]
     size = len(first.errors)

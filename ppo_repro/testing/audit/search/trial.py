@@ -14,7 +14,7 @@ from ppo_repro.testing.audit import limits
 from ppo_repro.testing.audit.causes.cause import Cause, OtherInput
 from ppo_repro.testing.audit.measure import errors_of, rms
 from ppo_repro.testing.audit.numbers import Numbers, RecordedChunk
-from ppo_repro.testing.audit.search.combination import PLAIN, Combination, together
+from ppo_repro.testing.audit.search.combination import PLAIN, Combination
 from ppo_repro.testing.audit.search.logits import Logits
 from ppo_repro.testing.audit.search.predict import Predictor
 from ppo_repro.testing.audit.search.windows import Tokens, WrongResponse, few_and_many
@@ -48,9 +48,9 @@ class Trial:
     @cached_property
     def plain(self) -> Candidate:
         """Return the errors of the side without any cause, on many tokens."""
-        found = self.candidate(PLAIN, self.many)
-        assert found is not None
-        return found
+        candidate = self.candidate(PLAIN, self.many)
+        assert candidate is not None
+        return candidate
 
     @property
     def count(self) -> int:
@@ -60,18 +60,19 @@ class Trial:
     @property
     def wrong_alone(self) -> Trial:
         """Return the trial as if only the wrong tokens of the side were usable."""
-        wrong = [replace(one, usable=one.are_wrong(self.side.tolerance)) for one in self.tried_numbers]
+        wrong = [replace(x, usable=x.are_wrong(self.side.tolerance)) for x in self.tried_numbers]
         return replace(self, tried_numbers=wrong)
 
     def candidate(self, combination: Combination, tokens: Tokens) -> Candidate | None:
         """Return what causes leave on some tokens; None if they predict too few of the tokens."""
-        found, usable = [], 0
+        by_window = []
+        usable = 0
         for values, w in zip(self.predictor(combination, tokens), tokens.windows, strict=True):
             numbers = self.tried_numbers[w.response]
             there = numbers.usable[w.here] & ~values.isnan()
             usable += int(numbers.usable[w.here].sum())
-            found.append(errors_of(numbers.recorded[w.here][there], values[there], self.side.stored).cpu())
-        errors = torch.cat(found)
+            by_window.append(errors_of(numbers.recorded[w.here][there], values[there], self.side.stored).cpu())
+        errors = torch.cat(by_window)
         enough = max(limits.FEWEST_PREDICTED, usable / limits.PREDICTED_ONE_IN)
         return Candidate(combination, errors) if combination == PLAIN or len(errors) >= enough else None
 
@@ -83,8 +84,8 @@ class Trial:
     def narrow_errors(self, cause: Cause, tokens: Tokens) -> Tensor:
         """Return the 16-bit rounding (nats) in the numbers that a cause predicts, at the usable tokens."""
         assert cause.rounded is not None
-        narrow = self.predictor(together(cause), tokens)
-        exact = self.predictor(Combination(distribution=cause.rounded.exact), tokens)
+        narrow = self.predictor(Combination((cause,)), tokens)
+        exact = self.predictor(PLAIN if cause.rounded.exact is None else Combination((cause.rounded.exact,)), tokens)
         both = zip(narrow, exact, tokens.windows, strict=True)
         apart = [(a - b)[self.tried_numbers[w.response].usable[w.here]].cpu() for a, b, w in both]
         return torch.cat(apart)
@@ -95,16 +96,16 @@ def trial_of(model: PreTrainedModel, side: WrongSide, causes: Sequence[Cause]) -
     recorded = side.recorded
     wrong = []
     for i in side.wrong_responses:
-        usable, are_wrong = recorded.numbers[i].usable, recorded.numbers[i].are_wrong(side.tolerance)
-        wrong.append(WrongResponse(i, len(recorded.responses[i].prompt_ids), usable, are_wrong))
+        x = recorded.numbers[i]
+        wrong.append(WrongResponse(i, len(recorded.responses[i].prompt_ids), x.usable, x.are_wrong(side.tolerance)))
     few, many = few_and_many(wrong)
-    numbers = [one.to(model.device) for one in recorded.numbers]
-    logits = Logits(model, recorded.responses, [one.counts for one in numbers], recorded.sampling)
+    numbers = [x.to(model.device) for x in recorded.numbers]
+    logits = Logits(model, recorded.responses, [x.counts for x in numbers], recorded.sampling)
     return Trial(
         side=side,
         tried_numbers=numbers,
         causes=tuple(cause for cause in causes if _is_predicted(cause, few) and _is_predicted(cause, many)),
-        predictor=Predictor(logits, recorded.definition, [one.reference for one in numbers]),
+        predictor=Predictor(logits, recorded.definition, [x.reference for x in numbers]),
         few=few,
         many=many,
     )

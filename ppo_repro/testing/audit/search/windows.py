@@ -59,13 +59,13 @@ class WrongResponse:
 
 def few_and_many(wrong: Sequence[WrongResponse]) -> tuple[Tokens, Tokens]:
     """Return the tokens for all causes, and the tokens for the best causes."""
-    window, long, tried = limits.WINDOW, limits.LONG_WINDOW, limits.TRIED
-    few = _windows(wrong, window, limits.SCREENED, window)
-    many = _windows(wrong, max(long, math.ceil(tried / len(wrong))), tried, tried)
+    few = _windows(wrong, limits.WINDOW, limits.SCREENED, limits.WINDOW)
+    length = max(limits.LONG_WINDOW, math.ceil(limits.TRIED / len(wrong)))
+    many = _windows(wrong, length, limits.TRIED, limits.TRIED)
     last = many[-1]
-    size = next(len(one.usable) for one in wrong if one.index == last.response)
+    size = next(len(response.usable) for response in wrong if response.index == last.response)
     if size > last.end:  # a cause has to be right at the end of a response too
-        many += (Window(last.response, max(last.end, size - long), size),)
+        many += (Window(last.response, max(last.end, size - limits.LONG_WINDOW), size),)
     return Tokens(few, is_screening=True), Tokens(many)
 
 
@@ -75,12 +75,14 @@ def _windows(wrong: Sequence[WrongResponse], length: int, enough: int, enough_wr
     A window has `length` tokens, or up to twice as many if they are the rest of the response. Responses with few tokens
     before their window come first, for short passes.
     """
-    found, usable, count, most_right = list[Window](), 0, 0, limits.WINDOW
-    for one in sorted(wrong, key=lambda one: max(one.first, most_right) + one.prompt):
-        if usable < enough and count < enough_wrong:
-            start, whole = max(0, one.first - min(most_right, length // 2)), len(one.usable)
-            end = whole if whole - start <= 2 * length else start + length
-            found.append(Window(one.index, start, end))
-            usable += int(one.usable[start:end].sum())
-            count += int(one.is_wrong[start:end].sum())
-    return tuple(found)
+    windows = list[Window]()
+    usable = count_wrong = 0
+    for response in sorted(wrong, key=lambda response: max(response.first, limits.WINDOW) + response.prompt):
+        if usable < enough and count_wrong < enough_wrong:
+            size = len(response.usable)
+            start = max(0, response.first - min(limits.WINDOW, length // 2))
+            end = size if size - start <= 2 * length else start + length
+            windows.append(Window(response.index, start, end))
+            usable += int(response.usable[start:end].sum())
+            count_wrong += int(response.is_wrong[start:end].sum())
+    return tuple(windows)

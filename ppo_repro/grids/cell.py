@@ -25,8 +25,6 @@ LOG = "log.txt"
 BEGIN = "a new attempt begins"  # in the log
 LOST = 3  # exit code of a cell whose end no process saw
 WRITER_SECONDS = 60.0  # for another process to stop writing the cell's run
-# how the last words of a command begin, with its exit code; what a user or a broken promise did comes first
-LAST_WORDS = {"error: ": 2, "promise broken: ": 1, "terminated": 143, "interrupted": 130, "stopped: ": 3}
 
 
 @dataclass(frozen=True)
@@ -120,10 +118,8 @@ def finish_cell(order: Order, process: subprocess.Popen[bytes], started: float) 
     if exit_code:
         text = (Path(order.folder) / LOG).read_text(errors="replace")
         lines = text.rpartition(f"{BEGIN}\n")[2].splitlines()
-        message = ([line for line in lines if line.startswith(tuple(LAST_WORDS))] or lines or [""])[-1]
-        if order.processes > 1:  # torchrun exits with 1, whatever the exit codes of its processes are
-            said = (code for words, code in LAST_WORDS.items() if any(line.startswith(words) for line in lines))
-            exit_code = next(said, exit_code)
+        starts = ("error: ", "promise broken: ", "stopped: ", "terminated", "interrupted")
+        message = ([line for line in lines if line.startswith(starts)] or lines or [""])[-1]
     return record_result(order, exit_code, message, round(time.perf_counter() - started, 3))
 
 

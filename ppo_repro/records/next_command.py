@@ -6,6 +6,7 @@ import shlex
 from pathlib import Path
 
 from ppo_repro.base.files import MANIFEST
+from ppo_repro.base.processes import processes
 
 
 def how_to_go_on(run_dir: Path) -> str:
@@ -13,6 +14,9 @@ def how_to_go_on(run_dir: Path) -> str:
     if not (run_dir / MANIFEST).exists():
         return "nothing was recorded; start it again"
     (start, done), resume = _recorded(run_dir), f"`ppo-repro resume {shlex.quote(str(run_dir))}`"
+    size = processes()[1]
+    if size > 1:
+        resume += f" (in native numerics with {size} processes)"
     if not start:
         return f"{done} iterations are recorded, without a checkpoint: {resume} computes all of them again"
     again = f"computes {done - start} again" if done > start else "computes none again"

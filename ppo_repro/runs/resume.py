@@ -158,7 +158,12 @@ def _files_to_go_on_with(run_dir: Path, recorded: Head, start: int) -> dict[str,
 def require_same_layout(recorded: AnyConfig, config: AnyConfig) -> None:
     """Raise UserError for another layout if it may change results: in native numerics, or if stock code samples."""
     before, now = recorded.layout.model_dump(), config.layout.model_dump()
-    changed, setting = next((name for name in now if now[name] != before[name]), None), _layout_dependent(config)
+    changed = next((name for name in now if now[name] != before[name]), None)
+    setting = _machine_dependent(config)
+    if isinstance(config, RunConfig):
+        engine = config.rollout.engine
+        if isinstance(engine, SGLangServers) and engine.numerics == "stock" and not engine.urls:
+            setting = setting or "rollout.engine.numerics = stock"  # the run starts the servers by its layout
     if changed is not None and setting is not None:
         raise UserError(
             f"--set layout.{changed}={now[changed]}: the run has {before[changed]}, and with {setting} "
@@ -168,22 +173,19 @@ def require_same_layout(recorded: AnyConfig, config: AnyConfig) -> None:
 
 def require_same_processes(config: AnyConfig, recorded: int, now: int) -> None:
     """Raise UserError for another number of processes if it may change results."""
-    setting = _layout_dependent(config)
+    setting = _machine_dependent(config)
     if now != recorded and setting is not None:
         raise UserError(
-            f"{now} processes: the run has {recorded}, and with {setting} another number may give other bits; start "
+            f"processes = {now}: the run has {recorded}, and with {setting} another number may give other bits; start "
             f"`resume` with {recorded}, or use `ppo-repro run` for a run of its own"
         )
 
 
-def _layout_dependent(config: AnyConfig) -> str | None:
-    """Return the setting with which another layout or number of processes may give other bits; None without one."""
-    if not isinstance(config, RunConfig):
-        return "numerics.mode = native" if config.numerics.mode == "native" else None
-    engine = config.rollout.engine
-    starts_servers = isinstance(engine, SGLangServers) and engine.numerics == "stock" and not engine.urls
-    # the run starts the servers by its layout
-    return config.machine_dependent_setting or ("rollout.engine.numerics = stock" if starts_servers else None)
+def _machine_dependent(config: AnyConfig) -> str | None:
+    """Return the setting with which stock torch computes; None if the kernels compute every number."""
+    if isinstance(config, RunConfig):
+        return config.machine_dependent_setting
+    return "numerics.mode = native" if config.numerics.mode == "native" else None
 
 
 def require_same_sampler(recorded: RunConfig, config: RunConfig) -> None:

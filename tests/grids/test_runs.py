@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import signal
-import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -295,23 +294,6 @@ def test_the_message_of_a_cell_is_of_its_last_attempt(tmp_path: Path) -> None:
     result = finish_cell(order, process, 0.0)
     assert result.exit_code < 0
     assert "mended" not in result.message
-
-
-@pytest.mark.parametrize(
-    ("log", "code", "state"),
-    [
-        ("terminated\nTraceback: got signal: 15\n", 143, "interrupted"),
-        ("interrupted\n", 130, "interrupted"),
-        ("stopped: rank 1 is gone\n", 3, "interrupted"),
-        ("error: a mistake\nstopped: rank 0: a mistake\n", 2, "failed"),
-        ("Traceback: a fault\n", 1, "failed"),
-    ],
-)
-def test_a_cell_of_torchrun_ended_as_its_processes_say(tmp_path: Path, log: str, code: int, state: str) -> None:
-    (tmp_path / "log.txt").write_text(log)
-    order = Order("cell", str(tmp_path), 1, processes=2)
-    assert finish_cell(order, subprocess.Popen("exit 1", shell=True), 0.0).exit_code == code
-    assert cell_state(tmp_path) == state
 
 
 def test_of_two_grids_on_one_folder_the_second_says_which_one_has_it(

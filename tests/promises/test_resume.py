@@ -291,7 +291,7 @@ def test_another_number_of_processes_of_a_native_run_is_refused(native: Recorded
     run_dir = native.copy(3, tmp_path)
     before = (run_dir / MANIFEST).read_bytes()
     ended = cli_ranks(2, "resume", run_dir)
-    said = "error: 2 processes: the run has 1, and with numerics.mode = native another number may give other bits; "
+    said = "error: processes = 2: the run has 1, and with numerics.mode = native another number may give other bits; "
     assert (ended[0].code, ended[0].errors[-1][: len(said)]) == (2, said)
     assert (run_dir / MANIFEST).read_bytes() == before
 

@@ -7,13 +7,13 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from ppo_repro.config.layout import RecordsConfig
+from ppo_repro.config.numerics import NumericsMode
 from ppo_repro.config.section import (
     Count,
     Experiment,
     Fraction,
     Index,
     NonNegative,
-    NumericsMode,
     Positive,
     RateSchedule,
     Section,

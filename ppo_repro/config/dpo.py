@@ -7,7 +7,8 @@ from typing import Self
 from pydantic import Field, model_validator
 
 from ppo_repro.config.layout import LayoutConfig
-from ppo_repro.config.run import ModelFolder, NumericsConfig
+from ppo_repro.config.model import ModelFolder
+from ppo_repro.config.numerics import NumericsConfig
 from ppo_repro.config.section import Count, Experiment, NonNegative, PathText, Positive, Section
 from ppo_repro.config.tasks import Templated
 

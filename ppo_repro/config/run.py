@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Self
 
 from pydantic import Field, model_validator
 
-from ppo_repro.base.mode import Precision
 from ppo_repro.config.algorithm import (
     AdaptiveClipObjective,
     AdvantagesConfig,
@@ -22,20 +21,15 @@ from ppo_repro.config.algorithm import (
 )
 from ppo_repro.config.layout import CheckpointConfig, LayoutConfig, RecordsConfig
 from ppo_repro.config.mismatch import MismatchConfig
+from ppo_repro.config.model import ModelFolder, TinyModel
+from ppo_repro.config.numerics import RunNumericsConfig
 from ppo_repro.config.rollout import RolloutConfig
 from ppo_repro.config.section import (
     FIXED,
     CheckedFunction,
     Count,
     Experiment,
-    Fraction,
-    Index,
-    Layers,
-    NumericsMode,
-    PathText,
-    Positive,
     Section,
-    Width,
     checked_functions,
 )
 from ppo_repro.config.tasks import (
@@ -51,94 +45,11 @@ from ppo_repro.config.tasks import (
     with_verifier_term,
 )
 
-Context = Annotated[int, Field(ge=2, le=32768)]
-
-
-class ExpertsConfig(Section):
-    """A router and its experts in place of every MLP."""
-
-    family: Literal["qwen3_moe", "mixtral", "olmoe"] = Field(description="Which transformers class the policy has.")
-    count: Annotated[int, Field(ge=2, le=1024)] = Field(description="Experts in each layer, each of intermediate_size.")
-    per_token: Count = Field(description="Experts that compute a token; at most count.")
-
-    @model_validator(mode="after")
-    def _enough_experts(self) -> Self:
-        if self.per_token > self.count:
-            raise ValueError(f"per_token = {self.per_token} must be at most count = {self.count}")
-        return self
-
-
-DenseFamily = Literal[
-    "qwen3", "llama", "smollm3", "granite", "seed_oss", "phi3", "ministral", "gemma2", "gemma3_text", "olmo2", "olmo3"
-]
-
-
-class TinyModel(Section):
-    """A small model made from scratch, with its own tokenizer and a supervised warm start on the task."""
-
-    kind: Literal["tiny"] = Field(description="Make the policy here instead of loading one.")
-    hidden_size: Width = Field(description="Width of the residual stream.")
-    num_layers: Layers = Field(description="Number of decoder layers.")
-    num_attention_heads: Width = Field(description="Number of query heads; divides hidden_size.")
-    num_key_value_heads: Width = Field(description="Number of key/value heads; divides num_attention_heads.")
-    intermediate_size: Width = Field(description="Width of the MLP, or of each expert.")
-    family: DenseFamily = Field("qwen3", description="Family of a dense model, as model_type of transformers.")
-    experts: ExpertsConfig | None = Field(None, description="Make a mixture of experts; null: a dense model.")
-    tokenizer: Literal["bpe", "characters", "words"] = Field("bpe", description="Byte-level BPE, or one kind of token.")
-    vocab_size: Width = Field(description="Largest number of tokens the tokenizer may have.")
-    warm_start_steps: Index = Field(description="At most this many supervised steps before PPO; 0 for none.")
-    warm_start_accuracy: Fraction = Field(1.0, description="Greedy training accuracy at which supervised steps end.")
-    warm_start_batch_size: Count = Field(description="Training examples per supervised step.")
-    warm_start_learning_rate: Positive = Field(description="AdamW learning rate of the supervised steps.")
-
-    @model_validator(mode="after")
-    def _heads_divide(self) -> Self:
-        if self.hidden_size % (2 * self.num_attention_heads):
-            raise ValueError("hidden_size must be an even multiple of num_attention_heads")
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise ValueError("num_attention_heads must be a multiple of num_key_value_heads")
-        if self.experts is not None and self.family != "qwen3":
-            raise ValueError("family is of a dense model; experts.family is of a mixture")
-        return self
-
-
-class ModelFolder(Section):
-    """A transformers folder with its tokenizer, of a family that `models/README.md` lists."""
-
-    kind: Literal["folder"] = Field(description="Load the policy from a local folder.")
-    path: PathText = Field(description="Folder with config.json, safetensors and tokenizer files.")
-
 
 class EvaluationConfig(Section):
     """Evaluation: greedy responses to the held-out prompts."""
 
     every: Count = Field(5, description="Evaluate before every n-th iteration; before and after always.")
-
-
-class NumericsConfig(NumericsMode):
-    """The way in which numbers are computed."""
-
-    max_context: Context = Field(description="Longest prompt plus response, tokens; it changes no number.")
-    precision: Precision = Field(
-        "highest", description="Products of linear layers in deterministic numerics: float32, or integers of 13 bits."
-    )
-
-    @model_validator(mode="after")
-    def _precision_of_our_own(self) -> Self:
-        if self.mode == "native" and self.precision != "highest":
-            raise ValueError("precision = high needs mode = deterministic; native numerics have torch's precision")
-        return self
-
-
-class RunNumericsConfig(NumericsConfig):
-    """The way in which numbers are computed, and whether a run measures their accuracy."""
-
-    accuracy_sequences: Index = Field(
-        4, description="Sequences whose log-probs a deterministic run compares with float64 at its start; 0 for none."
-    )
-    cross_check: Index = Field(
-        64, description="On a GPU: response tokens of each iteration whose log-probs the CPU computes too; 0 for none."
-    )
 
 
 class RunConfig(Experiment):
@@ -194,9 +105,7 @@ class RunConfig(Experiment):
 
     @model_validator(mode="after")
     def _no_contradiction(self) -> Self:
-        of_trainer = _scoring, _replayed_routes, _retokenized, _flip
-        checks = _update, _engine, _sampler, _built_in_sampler, *of_trainer, _value, _task
-        wrong = [line for check in checks for line in check(self)]
+        wrong = [line for check in CHECKS for line in check(self)]
         if wrong:
             raise ValueError("\n".join(wrong))
         return self
@@ -357,3 +266,17 @@ def _task(config: RunConfig) -> Iterator[str]:
         yield "reward.terms of kind steps need task.kind = column_addition, whose steps are known"
     if FormatReward in kinds and task.answer_extraction != "exact":
         yield "task.answer_extraction must be exact beside a reward term of kind format, which has its own"
+
+
+CHECKS = (
+    _update,
+    _engine,
+    _sampler,
+    _built_in_sampler,
+    _scoring,
+    _replayed_routes,
+    _retokenized,
+    _flip,
+    _value,
+    _task,
+)

@@ -14,7 +14,6 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, JsonValue, Tag
 
 from ppo_repro.base.files import check_path
-from ppo_repro.base.mode import Mode
 
 MAX_COUNT = 2**31 - 1  # of anything that is counted
 MAX_FLOAT = 1e30  # of numbers that meet others in float32
@@ -85,14 +84,6 @@ def _word_or_function(value: object) -> str:
 
 # tags of a field that is a word or a user's function, so that a mistake is reported for the right one of the two
 WORD, FUNCTION, WORD_OR_FUNCTION = Tag("word"), Tag("function"), Discriminator(_word_or_function)
-
-
-class NumericsMode(Section):
-    """The mode of the numerics."""
-
-    mode: Annotated[Mode, FIXED] = Field(
-        "deterministic", description="One written order for every sum, so layout cannot matter, or stock torch."
-    )
 
 
 class Experiment(Section):

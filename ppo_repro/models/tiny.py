@@ -20,7 +20,7 @@ from transformers import (
 
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.seeding import bell
-from ppo_repro.config.run import TinyModel
+from ppo_repro.config.model import TinyModel
 from ppo_repro.numerics.families import FAMILIES, attention_of
 from ppo_repro.numerics.interface import constants
 from ppo_repro.tasks.problems import Problem

@@ -16,7 +16,7 @@ from ppo_repro.base.ranks import Ranks
 from ppo_repro.base.seeding import permutation
 from ppo_repro.config.dpo import DPOUpdate
 from ppo_repro.config.layout import LayoutConfig
-from ppo_repro.config.run import NumericsConfig
+from ppo_repro.config.numerics import NumericsConfig
 from ppo_repro.config.tasks import RewardModelTraining
 from ppo_repro.models.batches import lay_out
 from ppo_repro.models.networks import policy_logits, sequence_scores

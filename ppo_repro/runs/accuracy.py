@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ppo_repro.config.run import RunNumericsConfig
+from ppo_repro.config.numerics import RunNumericsConfig
 from ppo_repro.models.batches import lay_out
 from ppo_repro.models.networks import policy_logits
 from ppo_repro.models.stock import float64, stock_model

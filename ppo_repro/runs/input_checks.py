@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ppo_repro.config.run import ModelFolder, RunConfig
+from ppo_repro.config.model import ModelFolder
+from ppo_repro.config.run import RunConfig
 from ppo_repro.config.tasks import ArithmeticTask, ColumnAdditionTask, JsonlTask
 from ppo_repro.config.tree import path_fields
 from ppo_repro.models.folder_files import check_folder

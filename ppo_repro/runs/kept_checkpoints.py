@@ -15,7 +15,8 @@ from transformers import PreTrainedTokenizerBase
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.files import SUMS_NAME, file_digest
 from ppo_repro.base.output import size
-from ppo_repro.config.run import ModelFolder, RunConfig
+from ppo_repro.config.model import ModelFolder
+from ppo_repro.config.run import RunConfig
 from ppo_repro.models.folders import save_model
 from ppo_repro.models.state import TrainState
 from ppo_repro.records.folder import CHECKPOINTS_NAME, FINAL_STATE, REFERENCE, checkpoints_of

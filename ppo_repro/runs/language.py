@@ -17,7 +17,8 @@ from ppo_repro.base.ranks import Ranks
 from ppo_repro.base.watcher import Watcher
 from ppo_repro.buffers import Iteration
 from ppo_repro.config.kinds import LANGUAGE
-from ppo_repro.config.run import ModelFolder, RunConfig
+from ppo_repro.config.model import ModelFolder
+from ppo_repro.config.run import RunConfig
 from ppo_repro.loop import ppo_iterations
 from ppo_repro.models.folders import named_weights, save_adapter, save_model, save_value_model, write_model
 from ppo_repro.numerics.devices import Card, kernels_of

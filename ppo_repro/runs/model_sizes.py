@@ -9,7 +9,9 @@ import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from ppo_repro.config.algorithm import LoraConfig, SeparateValue
-from ppo_repro.config.run import ModelFolder, NumericsConfig, RunConfig
+from ppo_repro.config.model import ModelFolder
+from ppo_repro.config.numerics import NumericsConfig
+from ppo_repro.config.run import RunConfig
 from ppo_repro.config.tasks import RewardModelFolder
 from ppo_repro.models.load import read_model_config
 from ppo_repro.models.lora import choose_layers, shape_of

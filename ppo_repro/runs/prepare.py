@@ -17,8 +17,9 @@ from ppo_repro.base.mode import Mode, is_deterministic_mode
 from ppo_repro.base.ranks import ALONE, Ranks
 from ppo_repro.base.watcher import Watcher
 from ppo_repro.buffers import WarmStartStep
+from ppo_repro.config.model import ModelFolder, TinyModel
 from ppo_repro.config.rollout import SGLangServers
-from ppo_repro.config.run import ModelFolder, RunConfig, TinyModel
+from ppo_repro.config.run import RunConfig
 from ppo_repro.config.tasks import RewardModelFolder
 from ppo_repro.models.folders import load_reward_model, require_same_tokens, try_to_save
 from ppo_repro.models.load import load_folder, stop_ids

@@ -13,7 +13,8 @@ from ppo_repro.base.mode import Mode
 from ppo_repro.base.processes import SLOTS
 from ppo_repro.base.seeding import permutation
 from ppo_repro.buffers import WarmStartStep
-from ppo_repro.config.run import NumericsConfig, TinyModel
+from ppo_repro.config.model import TinyModel
+from ppo_repro.config.numerics import NumericsConfig
 from ppo_repro.models.batches import lay_out
 from ppo_repro.models.networks import make_policy, policy_logits
 from ppo_repro.numerics.adamw import AdamWSettings

@@ -12,7 +12,7 @@ from ppo_repro.analysis.agreement import run_agreement
 from ppo_repro.base.watcher import Silent
 from ppo_repro.config.dpo import DPOConfig
 from ppo_repro.config.files import read_tree, validated
-from ppo_repro.config.run import DenseFamily
+from ppo_repro.config.model import DenseFamily
 from ppo_repro.records import manifest
 from ppo_repro.runs.dpo import DPOKind
 from ppo_repro.runs.rerun import rerun

@@ -24,7 +24,7 @@ from ppo_repro.base.errors import OUT_OF_MEMORY, UserError
 from ppo_repro.base.output import size
 from ppo_repro.base.watcher import Silent
 from ppo_repro.config.files import load_config
-from ppo_repro.config.run import TinyModel
+from ppo_repro.config.model import TinyModel
 from ppo_repro.runs import run as runner
 from ppo_repro.runs.machine_memory import memory_limit, require_memory
 from ppo_repro.runs.plan import FLOAT, PHASES, PROCESS, as_json, plan_run

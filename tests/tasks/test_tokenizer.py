@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from ppo_repro.base.errors import UserError
-from ppo_repro.config.run import TinyModel
+from ppo_repro.config.model import TinyModel
 from ppo_repro.models.tiny import check_spelling, make_tokenizer
 from ppo_repro.tasks import tokenizer as tokenizer_module
 from ppo_repro.tasks.problems import Problem

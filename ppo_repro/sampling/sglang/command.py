@@ -17,8 +17,8 @@ from pathlib import Path
 import ppo_repro
 from ppo_repro.base.errors import UserError
 from ppo_repro.config.layout import LayoutConfig
+from ppo_repro.config.numerics import NumericsConfig
 from ppo_repro.config.rollout import SGLangServers
-from ppo_repro.config.run import NumericsConfig
 from ppo_repro.sampling.sglang.plugin.names import ARCHITECTURES, ATTENTION_BACKEND
 
 RETURN_ROUTES = "--enable-return-routed-experts"

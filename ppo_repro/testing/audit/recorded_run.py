@@ -11,7 +11,8 @@ from transformers import PreTrainedModel
 
 from ppo_repro.base.errors import UserError
 from ppo_repro.config.kinds import LANGUAGE
-from ppo_repro.config.run import ModelFolder, RunConfig
+from ppo_repro.config.model import ModelFolder
+from ppo_repro.config.run import RunConfig
 from ppo_repro.models.folders import named_weights
 from ppo_repro.numerics.weights import copy_named
 from ppo_repro.records import reader

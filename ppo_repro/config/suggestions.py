@@ -35,11 +35,11 @@ def sections_in(known: Sequence[str]) -> list[str]:
 def _same(path: str, known: Sequence[str]) -> dict[str, str]:
     """Return the fields that this path means in another framework, or that have its name in another section.
 
-    Each field has the remark on its other meaning in that framework, or "". Of several fields, only the fields that
+    Each field of another framework has the remark on its meaning here, or "". Of several fields, only the fields that
     share most sections with the path are returned.
     """
     plain = _plain(path)
-    translated = {row.ours: row.differs for row in coming_from.meant(plain, {*known, *sections_in(known)})}
+    translated = {row.ours: row.remark for row in coming_from.meant(plain, {*known, *sections_in(known)})}
     remarks = translated | {other: "" for other in known if _last(other) == _last(plain) and other not in translated}
     most = max((_shared(plain, other) for other in remarks), default=0)
     return {other: remark for other, remark in remarks.items() if _shared(plain, other) == most}

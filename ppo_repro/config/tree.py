@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import date
@@ -61,13 +60,20 @@ def _from_pyyaml(tree: Any, is_foreign: bool) -> Any:
 
 def from_folder(tree: Any, folder: Path) -> Any:
     """Return a parsed configuration whose relative paths start at `folder`; `run: latest` is the newest run here."""
-    tree = copy.deepcopy(tree)
+    tree = _copy(tree)
     for _, section, name in _texts(tree, PATHS | PROGRAMS):
         if name in PROGRAMS and "/" not in section[name]:
             continue
         is_latest = name == "run" and section[name] == LATEST
         section[name] = os.path.abspath(folder / (Path.cwd() / run_named(LATEST) if is_latest else section[name]))
     return tree
+
+
+def _copy(tree: Any) -> Any:
+    """Return a tree of new dicts and lists with the same values: a caller in Python may have put in any object."""
+    if isinstance(tree, dict):
+        return {name: _copy(value) for name, value in tree.items()}
+    return [_copy(value) for value in tree] if isinstance(tree, list) else tree
 
 
 def apply_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> None:

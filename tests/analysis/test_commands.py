@@ -70,7 +70,7 @@ def test_the_latest_run_has_an_answer(
     monkeypatch.chdir(tmp_path)
     code, out, err = ask(command, *("latest" if word == "RUN" else word for word in COMMANDS[command]))
     assert code == 0
-    assert out.count("\n") > 1 or Path("x.svg").is_file()
+    assert out.count("\n") > 5 or Path("x.svg").is_file()
     assert not err
 
 

@@ -16,7 +16,7 @@ import torch
 
 import ppo_repro
 from ppo_repro.base.errors import UserError
-from ppo_repro.numerics import families, packed_model
+from ppo_repro.numerics import description, packed_model
 from tests.support.models import CONFIGS, MIXTURES, small_model, unequal
 from tests.support.sanitizers import RUNTIME, compile_sanitized, run_sanitized
 
@@ -131,7 +131,7 @@ def run(seeds: range, ignored: type[Exception] | tuple[()] = ()) -> dict[str, in
 def unchecked() -> None:
     """Take the checks of models away."""
     packed_model._refuse_fault = lambda model, config: None
-    families.check_ranges = lambda fields, where: None
+    description.check_ranges = lambda fields, where: None
 
 
 def test_a_few_configurations_are_refused_or_compute_equal_bits() -> None:

@@ -23,7 +23,8 @@ Other states are in no manifest. These functions derive them from the files:
 | interrupted | `grids/cell.py` | the last attempt ended and the run is `running`, or no run and no code 1 or 2 |
 | failed | `grids/cell.py` | the last attempt ended with an error, without a run |
 
-The next call of `grid` runs every cell that is not `complete`.
+torchrun exits with 1 whatever the exit codes of its processes are, so a cell of several processes that a signal ends
+without a run is `failed`. The next call of `grid` runs every cell that is not `complete`.
 """
 
 from __future__ import annotations

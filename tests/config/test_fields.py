@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from copy import deepcopy
 from pathlib import Path
@@ -85,6 +86,12 @@ def test_a_new_path_is_found_by_its_type_alone() -> None:
 def test_a_path_in_the_arguments_of_a_library_stays_as_it_is() -> None:
     written = {"task": {"path": "a", "template_arguments": {"path": "b"}}, "reward": [{"parameters": {"run": "c"}}]}
     assert [field for field, *_ in path_fields(written)] == ["task.path"]
+
+
+def test_the_tree_of_a_caller_stays_as_it_is_whatever_objects_it_has() -> None:
+    tree = {"task": {"path": "a"}, "ppo": [math]}
+    assert from_folder(tree, Path("/above")) == {"task": {"path": "/above/a"}, "ppo": [math]}
+    assert tree == {"task": {"path": "a"}, "ppo": [math]}
 
 
 def test_only_an_interpreter_with_a_slash_starts_at_the_folder() -> None:

@@ -26,6 +26,7 @@ from ppo_repro.config.files import dump_yaml, load_config
 from ppo_repro.config.inputs import run_folder
 from ppo_repro.numerics.adamw import OptimizerState
 from ppo_repro.records import manifest
+from ppo_repro.records.next_command import how_to_go_on
 from ppo_repro.records.writer import RunWriter
 from ppo_repro.runs import checkpoint, kept_checkpoints
 from ppo_repro.runs.checkpoint import Checkpoint
@@ -284,6 +285,16 @@ def test_a_layout_that_may_change_bits_is_refused(fields: tuple[str, ...], bound
             resume(part, [f"layout.{field}={now}"])
     assert (part / MANIFEST).read_bytes() == before
     assert resume(part, ["layout.threads=1"]) == Resumed(1, 1)
+
+
+def test_the_advice_of_one_of_several_processes_names_their_number(
+    recorded: Recorded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = recorded.copy(3, tmp_path)
+    assert "processes" not in how_to_go_on(run_dir)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert f"`ppo-repro resume {run_dir}` (in native numerics with 2 processes) goes on from" in how_to_go_on(run_dir)
 
 
 @pytest.mark.slow
